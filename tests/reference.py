@@ -80,7 +80,7 @@ def plain_curve(
     )
     curve = []
     for batch, rate in zip(batches, rates, strict=True):
-        loss = _mean_loss(model, params, batch, compute)
+        loss = mean_loss(model, params, batch, compute)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -95,10 +95,10 @@ def plain_curve(
 def plain_loss(folder: str, documents: Documents) -> float:
     """Mean cross-entropy over the labels of some documents, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return _mean_loss(model, dict(model.named_parameters()), documents, torch.float32).item()
+    return mean_loss(model, dict(model.named_parameters()), documents, torch.float32).item()
 
 
-def _mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute: torch.dtype) -> torch.Tensor:
+def mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute: torch.dtype) -> torch.Tensor:
     ids, mask, labels = documents
     cast = {name: param.to(compute) for name, param in params.items()}
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
@@ -214,7 +214,7 @@ def peft_curve(
 
     def backward(batch: Documents) -> float:
         whole = {f"{prefix}{name}": param for name, param in params.items() if param.is_floating_point()}
-        loss = _mean_loss(model, whole, batch, compute)
+        loss = mean_loss(model, whole, batch, compute)
         loss.backward()
         return loss.item()
 

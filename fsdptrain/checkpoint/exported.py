@@ -26,7 +26,15 @@ from fsdptrain.folder.files import fsync
 from fsdptrain.folder.ownership import Stamps, asset_names, copy_assets
 from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.nf4 import round_trip
-from fsdptrain.model.peft import adapted_layers, base_name, is_adapter, merged_weight, save_config, saved_names
+from fsdptrain.model.peft import (
+    adapted_layers,
+    adapted_weight,
+    base_name,
+    is_adapter,
+    merged_weight,
+    save_config,
+    saved_names,
+)
 from fsdptrain.model.skeleton import skeleton_in_dtype
 from fsdptrain.model.units import decoder_layers, saved_state, trained_state
 from fsdptrain.model.weights import read_groups
@@ -164,7 +172,8 @@ def trained_groups(trained: Any, groups: list[list[str]]) -> list[list[str]]:
     layers = adapted_layers(trained)
     found: list[list[str]] = [[] for _ in groups]
     for name in trained_state(trained):
-        home = f"{_layer_of(name, layers)}.weight" if is_adapter(name) else base_name(name)
+        layer = _layer_of(name, layers) if is_adapter(name) else None
+        home = adapted_weight(layer, layers[layer]) if layer else base_name(name)
         found[group_of[home]].append(name)
     return found
 
@@ -203,7 +212,7 @@ def merged_tensors(
             else:
                 group[base_name(name)] = tensor
         for layer, adapter in adapters.items():
-            name = f"{layer}.weight"
+            name = adapted_weight(layer, layers[layer])
             group[name] = merged_weight(layers[layer], group[name], adapter)
         if kept is not None:
             kept |= changed

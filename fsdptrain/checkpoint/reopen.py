@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 
 from fsdptrain.model.patches import import_quietly, use_torch_operators
+from fsdptrain.model.skeleton import auto_class
 from fsdptrain.processes import answer_parent, records_of_parent
 
 
 def open_model(folder: str, dtype: torch.dtype, **options: Any) -> Any:
     """Return a whole model. Raises ValueError if the weights of its files are not exactly those that it needs."""
-    opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    model, loading = opened
+    model, loading = _from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     if wrong := {kind: sorted(map(str, names)) for kind, names in loading.items() if names}:
         raise ValueError(f"not every weight was found: {wrong}")
     return model
@@ -39,13 +39,17 @@ def open_adapter(folder: str, dtype: torch.dtype, unquantised: list[str] | None,
         )  # fmt: skip
         options["device_map"] = "cpu"
     config = peft.PeftConfig.from_pretrained(folder)
-    base: Any = AutoModelForCausalLM.from_pretrained(
-        config.base_model_name_or_path, revision=config.revision, dtype=dtype, **options
-    )
+    base = _from_pretrained(config.base_model_name_or_path, revision=config.revision, dtype=dtype, **options)
     for module in base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # bitsandbytes would compute in bfloat16 whatever the dtype
     return peft.PeftModel.from_pretrained(base, folder)
+
+
+def _from_pretrained(name: str, revision: str | None = None, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return what transformers opens: a causal language model, or a whole vision-language model."""
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    return auto_class(AutoConfig.from_pretrained(name, **where)).from_pretrained(name, **where, **options)
 
 
 def open_export(export: dict[str, Any], **options: Any) -> Any:

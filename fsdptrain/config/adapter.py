@@ -139,14 +139,13 @@ def base_note(recipe: Recipe) -> str | None:
 
 
 def _name_layers_once(found: dict[str, Any]) -> None:
-    """Move layers that peft only finds by their weights (see `model.peft`) from target_parameters to target_modules.
-
-    Weights of experts, whose names end otherwise, stay there.
+    """Move what peft only finds by its weights (see `model.peft`) from target_parameters to target_modules: layers, and
+    tensors of experts.
     """
     layers, weights = found.get("target_modules"), found.get("target_parameters")
     if not isinstance(layers, list) or not isinstance(weights, list):
         return
-    if all(isinstance(name, str) and name.endswith(".weight") for name in weights):
+    if all(isinstance(name, str) for name in weights):
         found["target_modules"] = [*layers, *(name.removesuffix(".weight") for name in weights)]
         del found["target_parameters"]
 

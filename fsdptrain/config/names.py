@@ -55,8 +55,10 @@ FOREIGN_NAMES = {
         "checkpoint_files"
     ),
     "not needed: an unknown key is always an error": "strict",
-    "not supported (yet): the tokenizer is used as it is": (
-        "special_tokens added_tokens tokens resize_vocab resize_token_embeddings_to_32x add_tokens new_special_tokens"
+    "model.add_tokens": "tokens new_special_tokens",
+    "derived from model.add_tokens: delete the line": "resize_vocab resize_token_embeddings_to_32x",
+    "not supported (yet): the tokenizer keeps its tokens, and model.add_tokens adds others": (
+        "special_tokens added_tokens added_tokens_overrides"
     ),
     "adapter": "peft peft_config",
     "adapter.kind: lora or qlora, null to train the whole model": "use_peft peft_type finetuning_type",

@@ -124,6 +124,8 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
             "model.id",
         )
+    if repeated := next((token for token in model.add_tokens if model.add_tokens.count(token) > 1), None):
+        yield Problem(f"{value_text(repeated)} is listed twice: remove one of the two", "model.add_tokens")
     if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
         yield Problem(
             "flash_attention_2 supports packed documents only in micro-batches of one row: set "

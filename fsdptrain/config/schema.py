@@ -42,6 +42,11 @@ class Model:
         "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",
         forms=(None, str, {"train": int}),
     )
+    add_tokens: list[str] = key(
+        [],
+        'special tokens to add to the tokenizer, such as ["<|think|>"]; the embedding and the head grow by their rows, '
+        "which are at first the mean of the others (random if the model is)",
+    )
     config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
     init: Literal["pretrained", "random"] = key(
         "pretrained", "pretrained: load the weights; random: draw them from `seed`"
@@ -82,8 +87,8 @@ class Adapter:
     )
     target: Any = key(
         "all-linear",
-        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`) "
-        "and patterns (`*` matches any characters)",
+        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`, "
+        "`experts`) and patterns (`*` matches any characters), in which all-linear may be one",
         needs="adapter.kind",
         forms=("all-linear", list[str]),
     )

@@ -7,6 +7,7 @@ the template's own `{% generation %}` marks, or by rendering the conversation ag
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import threading
@@ -31,6 +32,13 @@ PLAIN_CHAT_TEMPLATE = (
     "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
+
+TextPart = dict[str, str]  # {type: text, text: …}
+
+# How a template may separate the parts of a content, and the separator for templates that take texts only: that of vLLM
+# and llama.cpp, so that the model is trained on what it gets when it is served.
+SEPARATORS = ("", "\n", " ", "\n\n")
+OF_SERVERS = "\n"
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
 
@@ -66,7 +74,7 @@ class ConversationRenderer:
         """
         try:
             with _limited_resources(), templates_on(self.day):
-                return self._render(messages, tools)
+                return self._render(self._with_texts(messages, tools), tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         except (TimeoutError, MemoryError) as error:
@@ -101,6 +109,40 @@ class ConversationRenderer:
                     "renders `tool_calls`, or write the call as the message's content"
                 )
         return text, spans
+
+    def _with_texts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Return messages with texts as contents: lists of parts are joined as the template joins them."""
+        parts = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), list)}
+        texts = [{**m, "content": _text_of_parts(parts[i])} if i in parts else m for i, m in enumerate(messages)]
+        for i, content in parts.items():
+            if len(content) > 1:
+                texts[i]["content"] = self._text_of(content, texts, i, tools)
+        return texts
+
+    def _text_of(self, parts: list[TextPart], messages: list[Message], i: int, tools: list[Any] | None) -> str:
+        """Return the text that the template renders as it renders these parts as the content of message `i`.
+
+        All `messages` have texts, which stays if the template takes no parts there. Raises DataError if it takes some,
+        but renders them as no known text.
+        """
+
+        def render(content: str | list[TextPart]) -> str:
+            return self._apply_template([*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]], tools)
+
+        text: str = messages[i]["content"]
+        try:
+            if render([{"type": "text", "text": text}]) != render(text):
+                return text
+            rendered = render(parts)
+        except DataError:
+            return text
+        for trimmed, separator in itertools.product((False, True), SEPARATORS):
+            if render(joined := _text_of_parts(parts, separator, trimmed)) == rendered:
+                return joined
+        raise DataError(
+            f"the chat template separates the parts of message {i + 1} in a way that is not supported: write its "
+            "content as one text"
+        )
 
     def _generation_spans(self, messages: list[Message], tools: list[Any] | None, text: str) -> list[Span]:
         """Return the spans between the template's own marks, without white space behind an end-of-turn token.
@@ -144,6 +186,11 @@ class ConversationRenderer:
             raise
         except Exception as error:  # a template may raise anything through jinja
             raise _rejection(messages, error) from None
+
+
+def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: bool = False) -> str:
+    """Return the texts of parts as one; `trimmed`: each without white space at both ends."""
+    return separator.join(part["text"].strip() if trimmed else part["text"] for part in parts)
 
 
 def _rejection(messages: list[Message], error: Exception) -> DataError:

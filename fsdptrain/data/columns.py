@@ -246,12 +246,26 @@ def _check_messages(row: dict[str, Any], column: str, *, place: str) -> list[dic
         if _is_sharegpt(message):
             message = _from_sharegpt(message, f"{place}: message {number} of {column!r}")
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), str):
+        if isinstance(kept.get("content"), list):
+            kept["content"] = _text_parts(kept["content"], f"{place}: message {number} of {column!r}")
+        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), (str, list)):
             forms = "{role: text, content: text} nor ShareGPT's {from: text, value: text}"
             raise DataError(f"{place}: message {number} of {column!r} is neither {forms}")
         _check_unicode(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
+
+
+def _text_parts(content: list[Any], place: str) -> list[dict[str, str]]:
+    """Return the parts of a content, all of type text, without other keys; raises DataError for other parts."""
+    for number, part in enumerate(content, 1):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"of type {shortened(repr(kind))}" if kind not in (None, "text") else "not {type: text, text: …}"
+            raise DataError(
+                f"{place}: part {number} of its content is {what}, and only text is trained: remove the part or the row"
+            )
+    return [{"type": "text", "text": part["text"]} for part in content]
 
 
 def _is_sharegpt(message: Any) -> bool:

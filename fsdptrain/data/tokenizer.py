@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
+from fsdptrain.config.schema import Model
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_all_rows
@@ -43,7 +44,30 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         raise RecipeError("model.tokenizer: it has several chat templates: keep only the one to train with")
     if tokenizer.chat_template is None and plan.recipe.data.format.is_chat:
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
+    _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    """Add special tokens, with the ids after all others; raises RecipeError for one that the tokenizer has."""
+    before = tokenizer.get_vocab()
+    for token in tokens:
+        if token in before:
+            raise RecipeError(
+                f"model.add_tokens: the tokenizer has {token!r} already (id {before[token]}): remove it from the list"
+            )
+    first = vocabulary_size(tokenizer)
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    if tokens and min(tokenizer.convert_tokens_to_ids(tokens)) < first:
+        raise RecipeError(
+            "model.add_tokens: the ids of this tokenizer have gaps, so a new token would get the id of another: add "
+            "them to the tokenizer's files"
+        )
+
+
+def size_to_train(model: Model) -> int | None:
+    """Return the size of the vocabulary of a tokenizer that a run will train; None if it trains none."""
+    return model.tokenizer["train"] + len(model.add_tokens) if isinstance(model.tokenizer, dict) else None
 
 
 def vocabulary_size(tokenizer: Any) -> int:
@@ -86,7 +110,9 @@ def _training_texts(plan: Plan) -> Iterator[str]:
     for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
         for row in rows:
             for value in (row[field] for field in data.format.fields):
-                yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+                contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+                for content in contents:
+                    yield from [part["text"] for part in content] if isinstance(content, list) else [content]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

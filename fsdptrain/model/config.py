@@ -59,8 +59,9 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     """Return the configuration of `model.config` if it has a `model_type`, else that of `model.id` with its overrides.
 
     `vocab_size` is the tokenizer's, or None if a dry run could not load it. It is the default of the vocabulary size in
-    `model.config`, which must not be smaller, because tokens would have no embedding. Raises RecipeError
-    for keys that the architecture does not have, and NoModel if the size of the vocabulary is unknown.
+    `model.config`, which must not be smaller, because tokens would have no embedding; that of `model.id` grows by
+    `model.add_tokens` if it has no room for them. Raises RecipeError for keys that the architecture does not have, and
+    NoModel if the size of the vocabulary is unknown.
     """
     # Read the configuration, under the names that this version of transformers has for its keys.
     model = plan.recipe.model
@@ -98,6 +99,8 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
         _reject_sizes(part)
     reject_without_effect(overrides, config)
     limit, problems = position_limit(text_config), []
+    if vocab_size is not None and model.add_tokens and text_config.vocab_size >= vocab_size - len(model.add_tokens):
+        text_config.vocab_size = max(text_config.vocab_size, vocab_size)
     if vocab_size is not None and text_config.vocab_size < vocab_size:
         problems.append(f"model.config.vocab_size: {text_config.vocab_size}, but the tokenizer has {vocab_size} tokens")
     if limit and plan.recipe.data.seq_len > limit:
@@ -116,7 +119,8 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
     """
     model, adapter = plan.recipe.model, plan.recipe.adapter
     nearby = "model_type" not in model.config or Path(str(model.id)).is_dir()  # a dry run downloads nothing
-    if adapter.kind is None or plan.recipe.export.adapter == "merged" or not model.config or not nearby:
+    as_it_is = not model.config and not model.add_tokens
+    if adapter.kind is None or plan.recipe.export.adapter == "merged" or as_it_is or not nearby:
         return
     # The number of positions of the base need not suffice for the sequences of the recipe.
     there = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None).get_text_config().to_dict()

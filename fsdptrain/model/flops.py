@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import layer_values
-from fsdptrain.model.units import decoder_layers, tied
+from fsdptrain.model.units import beside_text, decoder_layers, tied
 
 # What configurations call the number of experts, and how many of them a token uses.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -36,10 +36,15 @@ def model_flops(bare: Any, tokens: int, document: float) -> float:
     head = bare.get_output_embeddings()
     reached = _with_gradient_of_input(bare)
     products = 0.0
-    for param in bare.parameters():
+    beside = {*beside_text(bare)}
+    for name, param in bare.named_parameters():
         # All experts of a layer are one tensor with three dimensions.
         count = param.numel() * (share if param.ndim == 3 and param.shape[0] == experts else 1.0)
-        if param.ndim > 1 and (param not in tables or (head is not None and param is head.weight)):
+        if (
+            name not in beside
+            and param.ndim > 1
+            and (param not in tables or (head is not None and param is head.weight))
+        ):
             products += (2 + 2 * param.requires_grad + 2 * (param in reached)) * count
     layers = config.num_hidden_layers
     heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))

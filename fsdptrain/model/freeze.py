@@ -5,7 +5,6 @@ The layers that a recipe names are found and checked here; `peft` adds the adapt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,8 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.flops import expert_count
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
-from fsdptrain.model.peft import adapted_name, inject, is_adapter, is_pattern, without_adapters
+from fsdptrain.model.peft import adapted_layers, adapted_name, inject, is_adapter, is_pattern, without_adapters
+from fsdptrain.model.units import Unit, beside_text
+
+ALL_LINEAR = "all-linear"  # a target: all linear layers but the head
 
 
 def freeze(model: Any, recipe: Recipe) -> Any:
@@ -30,9 +33,10 @@ def freeze(model: Any, recipe: Recipe) -> Any:
     if recipe.adapter.kind is not None:
         whole = _modules_to_save(model, recipe.adapter)
         _check_opened_in_nf4(model, whole, recipe)
-        targets = _targets(model, recipe.adapter, whole)
+        targets, experts = _targets(model, recipe.adapter, whole)
         _check_targets(model, targets, recipe)
-        inject(model, recipe, targets, whole)
+        _check_experts(model, experts, recipe)
+        inject(model, recipe, targets, experts, whole)
         trained = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
         trained |= {id(param) for name, param in model.named_parameters() if is_adapter(name)}
     elif recipe.model.trainable:
@@ -120,30 +124,38 @@ def quantised_ids(model: Any, recipe: Recipe) -> set[int]:
     return {id(layer.weight) for layer in layers_in_nf4(model, recipe).values()}
 
 
-def _targets(model: Any, adapter: Adapter, whole: list[str]) -> list[str]:
-    """Return the names of the layers that get an adapter; raises RecipeError for a name that matches none.
+def _targets(model: Any, adapter: Adapter, whole: list[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the layers, and of the tensors of experts, that get an adapter, as the model lists them.
 
-    `whole` are the modules that are trained as a whole.
+    `whole` are the modules that are trained as a whole. Raises RecipeError for a name that matches nothing.
     """
-    layers = {name: module for name, module in model.named_modules() if _can_be_adapted(module)}
-    if adapter.target == "all-linear":
-        head = model.get_output_embeddings()
-        linear = {n: m for n, m in layers.items() if not isinstance(m, nn.Embedding) and m is not head}
-        found = list(linear)
-    else:
-        found = []
-        for pattern in adapter.target:
-            matched = [name for name in layers if _matches(name, pattern)]
+    beside = {name.rpartition(".")[0] for name in beside_text(model)}
+    layers = {n: module for n, module in model.named_modules() if _can_be_adapted(module) and n not in beside}
+    experts = _tensors_of_experts(model)
+    found: set[str] = set()
+    for pattern in [adapter.target] if isinstance(adapter.target, str) else adapter.target:
+        if pattern == ALL_LINEAR:
+            head = model.get_output_embeddings()
+            matched = [n for n, m in layers.items() if not isinstance(m, nn.Embedding) and m is not head]
+        else:
+            named = [name for name in experts if name.split(".")[-2] in pattern]  # `down_proj` is also a linear layer
+            matched = [name for name in (*layers, *named) if _matches(name, pattern)]
             if not matched:
-                raise RecipeError(_no_target_message(model, pattern, layers))
-            found += matched
-    kept = [name for name in dict.fromkeys(found) if not any(_matches(name, module) for module in whole)]
+                raise RecipeError(_no_target_message(model, pattern, [*layers, *experts]))
+        found |= {*matched}
+    kept = [n for n in (*layers, *experts) if n in found and not any(_matches(n, module) for module in whole)]
     if not kept:
         whole_only = ": adapter.modules_to_save trains them all as a whole; name other layers" if found else ""
         raise RecipeError(
             f"adapter.target: {adapter.target} leaves no layer of {type(model).__name__} with an adapter{whole_only}"
         )
-    return kept
+    return [name for name in kept if name in layers], [name for name in kept if name in experts]
+
+
+def _tensors_of_experts(model: Any) -> list[str]:
+    """Return the names of the tensors that have the matrices of all experts of a layer [experts, …, …]."""
+    count = expert_count(model.config)
+    return [name for name, param in model.named_parameters() if param.ndim == 3 and param.shape[0] == count > 0]
 
 
 def _can_be_adapted(module: nn.Module) -> bool:
@@ -157,18 +169,13 @@ def _can_be_adapted(module: nn.Module) -> bool:
     )
 
 
-def _no_target_message(model: Any, pattern: str, layers: Mapping[str, nn.Module]) -> str:
+def _no_target_message(model: Any, pattern: str, layers: list[str]) -> str:
     other = next(((name, module) for name, module in model.named_modules() if name and _matches(name, pattern)), None)
     if other is None:
         return f"adapter.target: {pattern!r} matches no layer of {type(model).__name__}{_nearest(pattern, layers)}"
-    kind = type(other[1]).__name__
-    experts = any(param.ndim > 2 for param in other[1].parameters())
-    reason = (
-        "the weights of experts are one tensor, which peft cannot adapt under FSDP; leave it out" if experts else ""
-    )
     return (
-        f"adapter.target: {pattern!r}: {other[0]} is a {kind}, which cannot get an adapter: "
-        f"{reason or 'name linear layers or embeddings'}"
+        f"adapter.target: {pattern!r}: {other[0]} is a {type(other[1]).__name__}, which cannot get an adapter: name "
+        "linear layers, embeddings or experts"
     )
 
 
@@ -179,7 +186,7 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
             f"adapter.target: {shared[0]} shares its weight with {shared[1]}, so its adapter could not be merged: "
             "leave it out"
         )
-    highest = max(_highest_rank(model.get_submodule(name)) for name in targets)
+    highest = max((_highest_rank(model.get_submodule(name)) for name in targets), default=recipe.adapter.r)
     if recipe.adapter.r > highest:
         raise RecipeError(
             f"adapter.r: {recipe.adapter.r} exceeds the smaller dimension of every adapted layer: use at most {highest}"
@@ -192,6 +199,30 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
             f"adapter.target: {pattern!r} includes the head ({names[0]}); train.loss: chunked does not support an "
             f"adapter on it: use target: all-linear, train.loss: plain, or modules_to_save: [{names[0]}]"
         )
+
+
+def _check_experts(model: Any, experts: list[str], recipe: Recipe) -> None:
+    """Raise RecipeError for tensors of experts that cannot be trained with adapters as the recipe wants them."""
+    adapter = recipe.adapter
+    for key, value in {"dropout": adapter.dropout, "use_dora": adapter.use_dora}.items():
+        if experts and value:
+            raise RecipeError(
+                f"adapter.{key}: {value} is not possible for experts ({experts[0]}), whose adapters are added to the "
+                f"weights: remove {key}, or leave experts out of adapter.target"
+            )
+    highest = max((min(model.get_parameter(name).shape[1:]) for name in experts), default=adapter.r)
+    if adapter.r > highest:
+        raise RecipeError(
+            f"adapter.r: {adapter.r} exceeds the smaller dimension of every matrix of an expert: use at most {highest}"
+        )
+
+
+def check_experts_in_one_unit(model: Any, units: list[Unit]) -> None:
+    """Raise RecipeError if a part of experts with adapters is a unit of its own, which is gathered too late."""
+    for name, layer in adapted_layers(model).items():
+        inside = next((unit.name for unit in units if unit.name.startswith(f"{name}.")), None)
+        if hasattr(layer, "parameter_name") and inside:
+            raise RecipeError(f"fsdp.wrap: {inside} would be a unit apart from its adapters: use wrap: auto")
 
 
 def _highest_rank(layer: Any) -> int:

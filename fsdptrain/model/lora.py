@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.flop_counter import addmm_flop, register_flop_formula
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from fsdptrain.model.nf4 import NF4Linear, dequantise
 from fsdptrain.model.patches import import_quietly
 
-Linear: Any = import_quietly("peft").tuners.lora.Linear
+_lora: Any = import_quietly("peft").tuners.lora
+Linear: Any = _lora.Linear
+ParamWrapper: Any = _lora.ParamWrapper
 register_flop_formula(torch.ops.aten.addmm_, get_raw=True)(addmm_flop)  # torch counts only the one that is not in place
 
 # Makes the weight [out, in] of a layer from what the layer keeps, in the dtype to compute in.
@@ -62,6 +65,35 @@ def _weight(layer: Any) -> tuple[WeightOf, tuple[torch.Tensor, ...]]:
         return dequantise, layer.quantised
     transposed = isinstance(layer, Conv1D)
     return lambda tensors, dtype: tensors[0].T if transposed else tensors[0], (layer.weight,)
+
+
+class AdaptedExperts(ParamWrapper):
+    """peft's layer for a tensor with the weights of all experts [experts, …, …]; of two tensors, one is in the other.
+
+    During its forward peft replaces the parameter by another object in the module, which FSDP has to find there
+    (peft#3080). Here the module is called with the sum in the parameter's place.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the experts compute with W + scale · B A for each tensor W that has an adapter."""
+        sums: dict[str, torch.Tensor] = {}
+        layer: Any = self
+        while isinstance(layer, AdaptedExperts):
+            if layer.disable_adapters or layer.merged:
+                return super().forward(*args, **kwargs)
+            sums[layer.parameter_name] = layer.adapted()
+            layer = layer.base_layer
+        return functional_call(layer, sums, args, kwargs)
+
+    def adapted(self) -> torch.Tensor:
+        """Return W + scale · B A; the rows of A and the columns of B are laid out as peft has them."""
+        (name,) = self.lora_A
+        weight = self.get_param()
+        experts, (rows, columns) = len(weight), (self.lora_A[name].weight, self.lora_B[name].weight)
+        a = rows.reshape(experts, -1, rows.shape[-1]).to(weight.dtype)  # [experts, r, in]
+        b = columns.reshape(len(columns), -1, experts).permute(2, 0, 1).to(weight.dtype)  # [experts, out, r]
+        factors = (a.mT, b.mT) if getattr(self.get_base_layer(), "is_transposed", False) else (b, a)
+        return torch.baddbmm(weight, *factors, alpha=self.scaling[name])
 
 
 class _Adapted(torch.autograd.Function):

@@ -35,7 +35,7 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     `compiled`: what is between the products of a chunk is compiled. Raises RecipeError for an architecture that does
     not apply a linear head to its hidden states.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
     gradients = CompiledGradients() if compiled else to_gradients
     forward, head_forward = model.forward, head.forward
@@ -61,7 +61,7 @@ def after_head(model: Any) -> AfterHead:
     It is the architecture's own forward, with stand-ins for decoder and head that return their input: no list of
     architectures is needed. Raises RecipeError if the architecture's code does not allow this.
     """
-    if model.get_decoder() is model or not isinstance(model.get_output_embeddings(), nn.Linear):
+    if _before_head(model) is model or not isinstance(model.get_output_embeddings(), nn.Linear):
         raise _refused(model, "is not a decoder and a linear head")
     seen: list[torch.Tensor] = []
 
@@ -81,13 +81,18 @@ def after_head(model: Any) -> AfterHead:
     return _forward_around(model, lambda hidden: hidden)
 
 
+def _before_head(model: Any) -> Any:
+    """Return the module whose output the head gets: the decoder, or what holds it in a vision-language model."""
+    return model.get_decoder() if model.config.get_text_config() is model.config else model.base_model
+
+
 def _forward_around(model: Any, head: AfterHead) -> AfterHead:
     """Return the model's forward as a function of its decoder's output, with `head` instead of its own head."""
 
     def decoder(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
         return _DecoderOutput((inputs_embeds,))
 
-    real, real_head = model.get_decoder(), model.get_output_embeddings()
+    real, real_head = _before_head(model), model.get_output_embeddings()
     around = _copy_with_stand_ins(model, {id(real): _StandIn(real, decoder), id(real_head): _StandIn(real_head, head)})
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

@@ -51,14 +51,15 @@ def is_adapter_matrix(name: str) -> bool:
 
 def base_name(name: str) -> str:
     """Return the name that a parameter has without adapters; an adapter's own parameters have none."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def adapted_name(model: Any, name: str) -> str:
     """Return the name, in a model with adapters, of a parameter or buffer of the model without them."""
     owner, _, key = name.rpartition(".")
-    module = model.get_submodule(owner)
-    return f"{owner}.base_layer.{key}" if _is_adapted(module) else name
+    while _is_adapted(model.get_submodule(owner)):  # experts may have an adapter for each of their tensors
+        owner += ".base_layer"
+    return f"{owner}.{key}" if owner else key
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -70,15 +71,20 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if _is_adapted(module)}
 
 
+def adapted_weight(name: str, layer: Any) -> str:
+    """Return the name that the weight changed by the module `name` of `adapted_layers` has without adapters."""
+    return base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
+
+
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Put the layers of a model back into the place of their adapters inside this context."""
-    layers = adapted_layers(model)
+    layers = {name: layer for name, layer in adapted_layers(model).items() if not name.endswith(".base_layer")}
 
     def place(inner: bool) -> None:
         for name, layer in layers.items():
             owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, layer.base_layer if inner else layer)
+            setattr(model.get_submodule(owner), key, layer.get_base_layer() if inner else layer)
 
     place(inner=True)
     try:
@@ -106,11 +112,11 @@ def lora_config(recipe: Recipe, convolutions: bool = False) -> LoraConfig:
     return config
 
 
-def inject(model: Any, recipe: Recipe, targets: list[str], whole: list[str]) -> None:
+def inject(model: Any, recipe: Recipe, targets: list[str], experts: list[str], whole: list[str]) -> None:
     """Let peft add the adapters, on the meta device; its weights are set by `start_adapters` or by a checkpoint.
 
-    `targets` are the layers that get one, and `whole` the modules that are trained as a whole. Raises RecipeError for
-    what peft refuses.
+    `targets` are the layers that get one, `experts` the tensors of experts that do, and `whole` the modules that are
+    trained as a whole. Raises RecipeError for what peft refuses.
     """
     adapter = recipe.adapter
     ends = {name for name, _ in model.named_modules() if name.endswith(tuple(adapter.modules_to_save))}
@@ -120,18 +126,33 @@ def inject(model: Any, recipe: Recipe, targets: list[str], whole: list[str]) -> 
     with warnings.catch_warnings():  # of what `freeze` has checked, and Conv1D beside Linear
         warnings.simplefilter("ignore")
         try:
-            with parameters_on_meta():
+            with parameters_on_meta() if targets else contextlib.nullcontext():
                 # From the keys of a state dict peft takes exactly these layers; it changes names of `target_modules`.
                 keys = dict.fromkeys((f"{name}.lora_A.weight" for name in targets), torch.empty(0))
-                inject_adapter_in_model(config, model, NAME, state_dict=keys)
+                if targets:
+                    inject_adapter_in_model(config, model, NAME, state_dict=keys)
+                else:
+                    model.peft_config = {NAME: config}
+                _wrap_experts(model, config, experts)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
     _use_one_function(model, in_place=recipe.fsdp.activation_checkpointing != "selective")
-    _set_targets(model, targets, adapter)
+    _set_targets(model, targets, experts, adapter)
     # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
     model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None
+
+
+def _wrap_experts(model: Any, config: LoraConfig, tensors: list[str]) -> None:
+    """Add an adapter to each of these tensors, those of a module inside one another, in peft's order."""
+    from fsdptrain.model.lora import AdaptedExperts
+
+    for tensor in tensors:
+        owner, _, key = tensor.rpartition(".")
+        parent, _, child = owner.rpartition(".")
+        home = model.get_submodule(parent)
+        setattr(home, child, AdaptedExperts(getattr(home, child), NAME, key, config, config.r, config.lora_alpha))
 
 
 def _use_one_function(model: Any, in_place: bool) -> None:
@@ -149,7 +170,7 @@ def _use_one_function(model: Any, in_place: bool) -> None:
             cast(AdaptedLinear, layer).in_place = in_place
 
 
-def _set_targets(model: Any, targets: list[str], adapter: Adapter) -> None:
+def _set_targets(model: Any, targets: list[str], experts: list[str], adapter: Adapter) -> None:
     """Set what peft's configuration needs so that peft finds the adapted layers again when it opens the adapter.
 
     Raises RecipeError for DoRA on a layer that peft would only find by its weight.
@@ -162,10 +183,10 @@ def _set_targets(model: Any, targets: list[str], adapter: Adapter) -> None:
                 f"adapter.use_dora: peft could not open an adapter with DoRA on {by_weight[0]} of "
                 f"{type(model).__name__}: remove use_dora, or name other layers in adapter.target"
             )
-        # peft computes with `weight + B A` there: the same function, but for dropout, which it cannot apply.
-        config.target_parameters = [f"{name}.weight" for name in by_weight]
         config.lora_dropout = 0.0
-    plain = adapter.target != "all-linear" and not any(map(is_pattern, adapter.target))
+    # peft computes with `weight + B A` there: the same function, but for dropout, which it cannot apply.
+    config.target_parameters = [*(f"{name}.weight" for name in by_weight), *experts] or None
+    plain = adapter.target != "all-linear" and not experts and not any(map(is_pattern, adapter.target))
     exact = plain and not by_weight and not _more_than(model, adapter.target, targets)
     config.target_modules = set(adapter.target if exact else targets) - set(by_weight)
 
@@ -295,13 +316,17 @@ def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Ten
 
     `layer` is the layer of a skeleton; `adapter` has its adapter's tensors by their names inside the layer.
     """
-    places = {"base_layer.weight": weight, **adapter}
+    home = "base_layer"
+    while _is_adapted(layer.get_submodule(home)):
+        home += ".base_layer"
+    own = f"{home}.{getattr(layer, 'parameter_name', 'weight')}"
+    places = {own: weight, **adapter}
     before = {name: layer.get_parameter(name) for name in places}
     try:
         for name, tensor in places.items():
             _set_parameter(layer, name, nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False))
         layer.merge(safe_merge=True)
-        return layer.base_layer.weight.detach()
+        return layer.get_parameter(own).detach()
     finally:
         layer.merged_adapters.clear()
         for name, param in before.items():

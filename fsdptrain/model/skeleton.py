@@ -16,7 +16,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.rules import one_row_if_packed
@@ -64,6 +65,15 @@ def parameters_on_meta(keep_real: type[nn.Module] | None = None) -> Iterator[Non
         hook.remove()
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds the model of a configuration.
+
+    A vision-language model, by the class that its files name, is built whole, so that it is exported whole.
+    """
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return AutoModelForImageTextToText if whole in (config.architectures or ()) else AutoModelForCausalLM
+
+
 def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     """Return the model with parameters on the meta device in the master dtype, and real buffers on the CPU.
 
@@ -76,7 +86,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
     kernel = model.attn_implementation
     with _building_errors(kernel), parameters_on_meta(), _LargeOnMeta():
-        made = AutoModelForCausalLM.from_config(
+        made = auto_class(config).from_config(
             copy.deepcopy(config),  # `from_config` writes the dtype into it
             dtype=computed,
             attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager

@@ -86,6 +86,22 @@ def tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+def token_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of embedding and head, which have a row for each token; tied ones under every name."""
+    ends = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    ids = {id(param) for layer in ends for param in layer.parameters()}
+    return {name: param for name, param in model.named_parameters(remove_duplicate=False) if id(param) in ids}
+
+
+def beside_text(model: Any) -> list[str]:
+    """Return the names of the parameters that no text reaches: in a vision-language model, those for images."""
+    if model.config.get_text_config() is model.config:
+        return []
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(param) for part in parts if part is not None for param in part.parameters()}
+    return [name for name, param in model.named_parameters() if id(param) not in reached]
+
+
 def _with_embedding_and_head(model: Any, layers: list[Unit]) -> list[Unit]:
     """Return these units, with the embedding before and [what follows them, head] after them."""
     base = model.base_model

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ from fsdptrain.model.init import full_name
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
 from fsdptrain.model.peft import without_adapters
+from fsdptrain.model.units import token_parameters
 from fsdptrain.plan.plan import Plan
+
+MEAN_ROWS = 2**14  # of an embedding that are in memory while their mean is computed
 
 
 def allocate(model: Any, device: torch.device) -> None:
@@ -49,12 +53,19 @@ def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
 
 
 def read_weights(
-    model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress, quantizer: RowQuantizer | None = None
+    model: Any,
+    bare: Any,
+    plan: Plan,
+    device: torch.device,
+    progress: Progress,
+    quantizer: RowQuantizer | None = None,
+    added: Sequence[int] = (),
 ) -> None:
     """Fill a sharded meta model from the safetensors of `model.id`; this rank reads its own slices only.
 
     `bare` is an unsharded skeleton. `quantizer` quantises the weights of NF4Linear layers; its `finish` must follow.
-    Raises RecipeError if the files do not fit the architecture.
+    `added` are the ids of `model.add_tokens`, whose rows become the mean of those before them. Raises
+    RecipeError if the files do not fit the architecture.
     """
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
@@ -62,7 +73,7 @@ def read_weights(
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         with without_adapters(model):
-            slices = _as_stored(model, _counted(slices, progress))
+            slices = _as_stored(model, _counted(_with_added_rows(bare, slices, plan, added), progress))
             _fill(model, bare, slices, plan, device, quantizer)
 
 
@@ -77,7 +88,7 @@ def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
             for name in opened.keys():  # noqa: SIM118
                 piece = opened.get_slice(name)
                 slices[name] = _Header(piece.get_shape(), piece.get_dtype())
-    _fill(copy.deepcopy(bare), bare, slices, plan, torch.device("meta"))
+    _fill(copy.deepcopy(bare), bare, _with_added_rows(bare, slices, plan), plan, torch.device("meta"))
 
 
 def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
@@ -101,7 +112,7 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
             if name in group_of:
                 slices[group_of[name]][key] = homes[key].get_slice(key)
         for group, found in zip(groups, slices, strict=True):
-            _load(twin, bare, found, plan, torch.device("cpu"))
+            _load(twin, bare, _with_added_rows(bare, found, plan), plan, torch.device("cpu"))
             state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers())}
             real = {
                 name: next(
@@ -238,6 +249,55 @@ class _Transposed:
     def __getitem__(self, key: tuple[slice, slice]) -> torch.Tensor:
         tensor: torch.Tensor = self._rows[key[::-1]]
         return tensor.T.contiguous()
+
+
+def _with_added_rows(bare: Any, slices: dict[str, Any], plan: Plan, added: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the same slices, those of embedding and head with rows for `model.add_tokens`, whose ids are `added`."""
+    if not plan.recipe.model.add_tokens:
+        return slices
+    rows = {name: param.shape[0] for name, param in token_parameters(bare).items()}
+    names = _loaded_names(bare, list(slices))
+    return {key: _Grown(each, rows[names[key]], added) if names[key] in rows else each for key, each in slices.items()}
+
+
+class _Grown:
+    """A tensor of a file with `total` rows: those of `added` and those that the file lacks are the mean of the others.
+
+    Every rank that reads such a row reads the rows before them for their mean.
+    """
+
+    def __init__(self, rows: Any, total: int, added: Sequence[int]) -> None:
+        self._rows, self._total = rows, total
+        self._stored: int = rows.get_shape()[0]
+        self._first = min(added, default=self._stored)
+        self._last = total if self._stored < total else max(added, default=total - 1) + 1  # exclusive
+
+    def get_shape(self) -> list[int]:
+        """Return the shape with all rows, as a slice of a safetensors file does."""
+        return [self._total, *self._rows.get_shape()[1:]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        own, *others = (slice(None),) if key is ... else key if isinstance(key, tuple) else (key,)
+        start, stop, _ = own.indices(self._total)
+        held: torch.Tensor = self._rows[(slice(min(start, self._stored), min(stop, self._stored)), *others)]
+        tensor = held.new_empty(stop - start, *held.shape[1:])
+        tensor[: len(held)] = held
+        new = slice(max(start, self._first) - start, min(stop, self._last) - start)
+        if new.start < new.stop and not tensor.is_meta:
+            tensor[new] = self._mean[tuple(others)].to(tensor.dtype)
+        return tensor
+
+    @functools.cached_property
+    def _mean(self) -> torch.Tensor:
+        """The mean of the rows before the first of `added`. One thread sums: torch's sum depends on their number."""
+        total: Any = 0
+        for start in range(0, self._first, MEAN_ROWS):
+            rows = self._rows[start : min(start + MEAN_ROWS, self._first)]
+            total = total + rows.float().numpy().sum(axis=0, dtype="float64")
+        return torch.as_tensor(total / self._first)
 
 
 class _Counted:

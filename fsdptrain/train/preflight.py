@@ -16,20 +16,20 @@ from torch import nn
 
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import safetensors_files
-from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary
+from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.flops import expert_count, model_flops
-from fsdptrain.model.freeze import freeze, quantised_ids, unquantised_note
+from fsdptrain.model.freeze import check_experts_in_one_unit, freeze, quantised_ids, unquantised_note
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import check_adapter_file
+from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
-from fsdptrain.model.units import Unit, saved_state, units_of
+from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
@@ -164,9 +164,14 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
     with _collected(problems):
+        check_beside_text(trained)
+    with _collected(problems):
+        check_added_rows(plan, trained)
+    with _collected(problems):
         check_base_config(plan, config)
     with _collected(problems):
         units = units_of(trained, plan.recipe.fsdp.wrap)
+        check_experts_in_one_unit(trained, units)
     with _collected(problems):
         check_dtypes(bare, plan)
     with _collected(problems):
@@ -200,14 +205,36 @@ def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrai
     If a tokenizer must be trained, the model is checked before, with the vocabulary size that the recipe asks for.
     Raises RecipeError as `prepare_model` and `load_tokenizer` do.
     """
-    wanted = plan.recipe.model.tokenizer
-    trained_size = wanted["train"] if isinstance(wanted, dict) else None
+    trained_size = size_to_train(plan.recipe.model)
     prepared = prepare_model(plan, trained_size) if trained_size else None
     tokenizer = load_tokenizer(plan, progress)
     if prepared is None or vocabulary_size(tokenizer) != trained_size:
         prepared = prepare_model(plan, vocabulary_size(tokenizer))
     check_special_tokens(plan, tokenizer)
     return tokenizer, prepared
+
+
+def check_beside_text(trained: PreTrainedModel) -> None:
+    """Raise RecipeError if parameters that no text reaches would be trained; `trained` is a skeleton."""
+    if names := [name for name in beside_text(trained) if trained.get_parameter(name).requires_grad]:
+        decoder = next(name for name, module in trained.named_modules() if module is trained.get_decoder())
+        raise RecipeError(
+            f"model.trainable: {type(trained).__name__} has parameters that no text reaches ({names[0]}): train its "
+            f"language model alone with model.trainable=[{decoder.rpartition('.')[2]},lm_head], or an adapter"
+        )
+
+
+def check_added_rows(plan: Plan, trained: PreTrainedModel) -> None:
+    """Raise RecipeError if the rows of `model.add_tokens` would not be trained; `trained` is a skeleton."""
+    frozen = [base_name(name) for name, param in token_parameters(trained).items() if not param.requires_grad]
+    if plan.recipe.model.add_tokens and frozen:
+        modules = dict.fromkeys(name.split(".")[-2] for name in frozen)
+        key = "adapter.modules_to_save" if plan.recipe.adapter.kind else "model.trainable"
+        way_out = "train without an adapter" if tied(trained) and plan.recipe.adapter.kind else f"add them to {key}"
+        raise RecipeError(
+            f"model.add_tokens: the rows of new tokens would stay as they are, because {listed(modules)} would be "
+            f"frozen: {way_out}"
+        )
 
 
 def check_forward(plan: Plan, bare: PreTrainedModel) -> None:

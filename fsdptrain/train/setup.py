@@ -387,7 +387,9 @@ def load_state(
         session.reporter.progress("reading the checkpoint", 0, 0)
     try:
         if plan.pretrained and (plan.freezes or not resuming):
-            read_weights(model, bare, plan, device, session.progress, quantizer)
+            ids = inputs.tokenizer.get_vocab() if plan.recipe.model.add_tokens else {}
+            added = [ids[token] for token in plan.recipe.model.add_tokens]
+            read_weights(model, bare, plan, device, session.progress, quantizer, added)
         allocate(model, device)  # what was not read
         if not resuming and not plan.pretrained:
             draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)

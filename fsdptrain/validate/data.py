@@ -19,7 +19,7 @@ from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
-from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
+from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import position_limit
@@ -35,9 +35,7 @@ BYTES_PER_TOKEN = 4  # about, for English text
 
 def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     """Check rows, tokenizer and sequences. Return the vocabulary size and the number of steps, None if unknown."""
-    tokenizer_spec = plan.recipe.model.tokenizer
-    to_train = isinstance(tokenizer_spec, dict)
-    vocab_size, steps = tokenizer_spec["train"] if to_train else None, plan.recipe.train.steps
+    vocab_size, steps = size_to_train(plan.recipe.model), plan.recipe.train.steps
     plan = _without_missing_eval(plan, findings)
     with findings.continue_on_error():
         plan = pin_commits(plan, plan.rundir, keep=False)
@@ -49,7 +47,7 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
             check_rows(plan, findings)
             readable = files is None
     # A tokenizer that is trained needs the rows; any other can be checked without them.
-    if readable or not to_train:
+    if readable or vocab_size is None:
         with findings.continue_on_error():
             tokenizer = load_tokenizer(plan, findings.send_progress)
             vocab_size = vocabulary_size(tokenizer)

@@ -55,6 +55,7 @@ model:
   id: meta-llama/Llama-3.1-8B
   revision: null
   tokenizer: null
+  add_tokens: []
   config: {}
   init: pretrained
   dtype: float32

@@ -226,6 +226,59 @@ def test_all_of_a_conversation() -> None:
         assert trained(tokenizer_of(name), talk, train_on="all") == [text]
 
 
+def parts(*texts: str) -> list[dict[str, str]]:
+    """Return a content in parts."""
+    return [{"type": "text", "text": text} for text in texts]
+
+
+# What a template may do with a content `c` in parts: how it renders them, and the text that is trained of (" A ", "B").
+OF_PARTS = {
+    "all": ("{% for p in c %}{{ p.text }}{% endfor %}", " A B"),
+    "each trimmed": ("{% for p in c %}{{ p.text | trim }}{% endfor %}", "AB"),
+    "on lines": ("{{ c | map(attribute='text') | join('\n') }}", " A \nB"),
+    "their repr": ("{{ c }}", " A \nB"),  # it takes texts only
+    "nothing": ("", " A \nB"),
+    "refused": ("{{ raise_exception('no text') }}", " A \nB"),
+}
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_contents_in_parts_are_trained_as_the_template_renders_them(name: str) -> None:
+    of_parts, text = OF_PARTS[name]
+    trims = " | trim" if "trim" in name else ""
+    template = (
+        "{% for m in messages %}{% set c = m.content %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if c is string %}{{ c" + trims + " }}{% else %}" + of_parts + "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(template, ("<|im_end|>", "<|im_start|>"))
+    talk = [{"role": "user", "content": parts("Hi", "you")}, {"role": "assistant", "content": parts(" A ", "B")}]
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
+    [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+    assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag]) == text + "<|im_end|>"
+    if text != " A \nB":
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_content_in_one_part_is_its_text(name: str) -> None:
+    encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
+    talk = TALKS["three turns"]
+    in_parts = [{**message, "content": parts(message["content"])} for message in talk]
+    text, same = encoder([{"messages": each, "place": "talks.jsonl:1"} for each in (talk, in_parts)])
+    assert text == same
+
+
+def test_parts_between_unknown_separators_are_refused() -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{{ m.content | map(attribute='text') | join(' + ') }}{% endif %}</s>{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts("A", "B")}]
+    encoder = Encoder(tokenizer_with(template, ("</s>",)), Data(format=Format.chat, seq_len=4096))
+    with pytest.raises(DataError, match=r"talks\.jsonl:1: .*separates the parts of message 2"):
+        list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -601,8 +601,17 @@ def test_a_deep_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
             lines(OK_CHAT, {"messages": [{"role": "user", "content": 5}]}), CHAT, 2, ["message 1"], id="a number in it"
         ),
         pytest.param(
-            lines({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}), CHAT, 1, ["message 1"],
-            id="content in parts",
+            lines(OK_CHAT, {"messages": [*OK_CHAT["messages"], {"role": "user", "content": [
+                {"type": "text", "text": "a"}, {"type": "image", "url": "a.png"}]}]}), CHAT, 2,
+            ["message 2 of 'messages': part 2", "of type 'image'", "remove the part or the row"], id="an image",
+        ),
+        pytest.param(
+            lines({"messages": [{"role": "user", "content": ["a"]}]}), CHAT, 1, ["part 1", "{type: text, text"],
+            id="a part that is a text",
+        ),
+        pytest.param(
+            lines({"messages": [{"role": "user", "content": [{"type": "text"}]}]}), CHAT, 1, ["part 1"],
+            id="a part without a text",
         ),
     ],
 )  # fmt: skip
