@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 
 import torch
 
+from fsdptrain.parallel.offload import pin_memory
+
 ALIGNMENT = 64  # bytes: each copy begins at a multiple, as a tensor of any dtype may
-PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class Staging:
@@ -45,15 +45,3 @@ class Staging:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
         self.copies, self.pinned = {}, False
         del self.memory
-
-
-def pin_memory(memory: torch.Tensor) -> None:
-    """Pin memory where it is. Raises RuntimeError if the driver refuses."""
-    cudart = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
-    if not int(error):
-        return
-    # CUDA keeps the error for whoever looks at the next kernel: a kernel of no importance takes it away.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    raise RuntimeError(cudart.cudaGetErrorString(error))

@@ -159,6 +159,21 @@ class MixedPrecision:
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
 
+@dataclass(frozen=True)
+class Recomputation:
+    """What backward recomputes: of every how many layers, and what becomes of that which a layer keeps."""
+
+    kind: Literal["none", "full", "selective"]
+    every: int = 1
+    offload: bool = False
+    keep_attention: bool = False
+
+    @property
+    def beside_compiler(self) -> bool:
+        """Whether it needs what cannot be part of a compiled graph."""
+        return self.offload or self.keep_attention
+
+
 @dataclass
 class Fsdp:
     """How parameters, gradients and optimizer state are sharded over the ranks."""
@@ -208,9 +223,20 @@ class Fsdp:
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",
-        "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} layers",
-        forms=("none", "full", "selective", {"every": int}),
+        "what backward recomputes: none, full, selective (all but matrix products and attention), {every: n} layers, or "
+        "{kind: full, keep_attention: true, offload: true}: keep_attention does not repeat attention, offload lets what "
+        "a layer keeps (its input, and attention's result) wait in host memory",
+        forms=(
+            "none", "full", "selective", {"every": int},
+            {"kind": Literal["none", "full", "selective"], "offload?": bool, "keep_attention?": bool},
+        ),  # fmt: skip
     )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What `activation_checkpointing` says, in one form."""
+        value = self.activation_checkpointing
+        return Recomputation(**{"kind": "full", **value} if isinstance(value, dict) else {"kind": value})
 
 
 @dataclass

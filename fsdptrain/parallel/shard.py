@@ -7,14 +7,13 @@ gathered once in backward, before its recomputation, and parameters keep the nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
@@ -23,7 +22,7 @@ from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
-from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
+from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, decoder_layers, units_of
 from fsdptrain.model.weights import place_buffers
@@ -35,6 +34,7 @@ from fsdptrain.parallel.patches import (
     name_collectives,
     takes_two_dtypes,
 )
+from fsdptrain.parallel.recompute import recompute
 from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan
 
@@ -45,16 +45,7 @@ if TYPE_CHECKING:
         """A model of transformers after `fully_shard`, which gives it a class that is derived from both."""
 
 
-aten = torch.ops.aten
 GRAPHS = 64  # of all kinds of layers that share a `forward`: with and without gradients, with and without a mask
-
-SAVED = [  # selective checkpointing does not recompute these: matrix products and attention
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default, VARLEN_FORWARD,
-]  # fmt: skip
 
 
 def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
@@ -87,9 +78,10 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     # Recomputation, then compilation: both replace the `forward` of decoder layers, around which FSDP2 will add its
     # hooks.
     layers = [module for _, module in decoder_layers(model)]
-    recompute(layers, fsdp.activation_checkpointing)
-    if plan.compiles:
-        compile_layers(layers)
+    how = fsdp.recomputation
+    wrap = [lambda: recompute(layers, how, world.device), lambda: compile_layers(layers) if plan.compiles else None]
+    for each in reversed(wrap) if how.beside_compiler else wrap:
+        each()
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
@@ -193,26 +185,6 @@ def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
         reduce_dtype=getattr(torch, dtypes.reduce_dtype),
         cast_forward_inputs=False,
     )
-
-
-def recompute(layers: list[nn.Module], kind: Any) -> None:
-    """Free the activations of these layers after forward and compute them again in backward."""
-    every = kind["every"] if isinstance(kind, dict) else 1
-    if kind == "none":
-        return
-    for layer in layers[::every]:
-        context = functools.partial(create_selective_checkpoint_contexts, SAVED) if kind == "selective" else None
-        layer.forward = _recomputed(layer.forward, context)
-
-
-def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": context} if context else {})
-
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return recomputed
 
 
 def compile_layers(layers: list[nn.Module]) -> None:

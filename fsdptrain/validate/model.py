@@ -90,8 +90,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
 def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
     fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
-    kind = fsdp.activation_checkpointing
-    every = kind["every"] if isinstance(kind, dict) else 1
+    how = fsdp.recomputation
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
     rows = [describe_unit(plan, *unit, packed) for unit in owned]
@@ -117,7 +116,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
             "buffers": fsdp.mixed_precision.buffer_dtype,
         },
         "blocks": len(layers),
-        "recomputed_blocks": 0 if kind == "none" else len(layers[::every]),
+        "recomputed_blocks": 0 if how.kind == "none" else len(layers[:: how.every]),
     }
 
 
