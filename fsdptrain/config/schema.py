@@ -159,6 +159,9 @@ class MixedPrecision:
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
 
+KINDS_OF_RECOMPUTATION = {"kind": Literal["none", "full", "selective"], "offload?": bool, "keep_attention?": bool}
+
+
 @dataclass(frozen=True)
 class Recomputation:
     """What backward recomputes: of every how many layers, and what becomes of that which a layer keeps."""
@@ -223,13 +226,10 @@ class Fsdp:
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",
-        "what backward recomputes: none, full, selective (all but matrix products and attention), {every: n} layers, or "
-        "{kind: full, keep_attention: true, offload: true}: keep_attention does not repeat attention, offload lets what "
-        "a layer keeps (its input, and attention's result) wait in host memory",
-        forms=(
-            "none", "full", "selective", {"every": int},
-            {"kind": Literal["none", "full", "selective"], "offload?": bool, "keep_attention?": bool},
-        ),  # fmt: skip
+        "what backward recomputes: none, full, selective (all but matrix products and attention), {every: n} layers; "
+        "{kind: full, keep_attention: true, offload: true}: full, but attention; what a layer keeps (its input, and "
+        "the result of attention) waits in host memory",
+        forms=("none", "full", "selective", {"every": int}, KINDS_OF_RECOMPUTATION),
     )
 
     @property

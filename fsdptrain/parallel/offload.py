@@ -32,7 +32,6 @@ class Waiting:
         self.on_device: torch.Tensor | None = tensor
         self._version = tensor._version
 
-
     def free(self) -> torch.Tensor:
         """Return the tensor, which is then no longer on the device. Raises RuntimeError if anything has changed it."""
         tensor, self.on_device = self.on_device, None
@@ -93,22 +92,30 @@ class Offload:
         return waiting
 
     def fetch(self, waiting: Waiting) -> torch.Tensor:
-        """Return a tensor on the device again, and start to copy what the layer before has sent."""
-        layers = [waiting.layer, waiting.layer.before and waiting.layer.before()]
-        for each in [tensor() for layer in layers if layer for tensor in layer.tensors]:
+        """Return a tensor on the device again; the computation waits for it, unless it was fetched before."""
+        self._start_fetching(waiting.layer)
+        self._wait_for(waiting)
+        return waiting.free()
+
+    def fetch_before(self, layer: Layer) -> None:
+        """Start to copy what the layer before has sent to the device."""
+        before = layer.before() if layer.before else None
+        if before is not None:
+            self._start_fetching(before)
+
+    def _start_fetching(self, layer: Layer) -> None:
+        for each in [tensor() for tensor in layer.tensors]:
             if each is not None and each.on_device is None:
                 target = torch.empty_like(each.in_host, device=self._device)
                 self._copy(target, each.in_host, each)
                 each.hold(target)
-        self._wait_for(waiting)
-        return waiting.free()
 
     def _free_sent(self) -> None:
-        waiting = self._sending and self._sending()
+        waiting = self._sending() if self._sending else None
+        self._sending = None
         if waiting is not None:
             self._wait_for(waiting)
             waiting.free()
-        self._sending = None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: Waiting) -> None:
         """Copy after all that computes now, on the stream for copies."""

@@ -20,7 +20,7 @@ from fsdptrain.config.schema import Recomputation
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.offload import Layer, Offload, Waiting
+from fsdptrain.parallel.offload import Offload, Waiting
 from fsdptrain.parallel.patches import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -80,65 +80,80 @@ def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | No
                 "fsdp.activation_checkpointing: offload and keep_attention need layers that take their input as the "
                 "first argument, and this architecture names it: use full"
             )
-        layer = offload.next_layer() if offload else None
-        kept = KeptAttention(offload, layer)
-        with contextlib.ExitStack() as entered:
-            if offload and layer:
-                pack = functools.partial(_send, offload, layer)
-                entered.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, functools.partial(_fetch, offload)))
+        kept = Kept(offload, keep)
+        with torch.autograd.graph.saved_tensors_hooks(kept.send, kept.fetch_input) if offload else _nothing():
             return checkpoint(
-                lambda x: forward(x, *args[1:], **kwargs), args[0], use_reentrant=False,
-                context_fn=kept.contexts if keep else _no_contexts,
+                _with_rest(forward, args[1:], kwargs), args[0], use_reentrant=False,
+                context_fn=kept.contexts if keep else lambda: (_nothing(), _nothing()),
             )  # fmt: skip
 
     return recomputed
 
 
-def _no_contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), contextlib.nullcontext()
+_nothing = contextlib.nullcontext
 
 
-def _send(offload: Offload | None, layer: Layer | None, kept: Any) -> Any:
-    """Return what stands for a result that is kept: a tensor that waits in host memory, or the result itself."""
-    if not isinstance(kept, torch.Tensor):
-        return kept
-    if offload is None or layer is None or kept.nbytes <= SMALL:
-        return kept.detach()
-    return offload.send(kept.detach(), layer)
+def _with_rest(forward: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return the forward of a layer as a function of its input alone, to which it has no reference."""
+    return lambda x: forward(x, *rest, **kwargs)
 
 
-def _fetch(offload: Offload | None, kept: Any) -> Any:
-    """Return the result that `_send` was given."""
-    return offload.fetch(kept) if offload and isinstance(kept, Waiting) else kept
+class Kept:
+    """What one forward of a layer keeps: its input, and the results of attention operators in their order.
 
+    The layer before is fetched early, but not before the memory of this layer's feed-forward part is free again, if
+    that is known: then its attention is next in backward.
+    """
 
-class KeptAttention:
-    """The results of the attention operators in one forward of a layer, in their order."""
-
-    def __init__(self, offload: Offload | None, layer: Layer | None) -> None:
-        self._offload, self._layer = offload, layer
+    def __init__(self, offload: Offload | None, attention: bool) -> None:
+        self._offload, self._layer = offload, offload.next_layer() if offload else None
+        self._attention = attention
         self._results: list[Any] = []
 
     def contexts(self) -> tuple[Any, Any]:
         """Return a context for the forward of the layer, and one for its recomputation."""
         return _active(Keeping(self)), _active(Returning(self))
 
+    def send(self, kept: Any) -> Any:
+        """Return what stands for something that is kept: a tensor that waits in host memory, or the thing itself."""
+        if not isinstance(kept, torch.Tensor):
+            return kept
+        if self._offload is None or self._layer is None or kept.nbytes <= SMALL:
+            return kept.detach()
+        return self._offload.send(kept.detach(), self._layer)
+
+    def fetch(self, kept: Any) -> Any:
+        """Return what `send` was given."""
+        return self._offload.fetch(kept) if self._offload and isinstance(kept, Waiting) else kept
+
+    def fetch_input(self, kept: Any) -> Any:
+        """Return the input of the layer, which is about to be recomputed."""
+        fetched = self.fetch(kept)
+        if not self._attention:
+            self.fetch_before()
+        return fetched
+
+    def fetch_before(self, *_: Any) -> None:
+        """Start to fetch what the layer before has kept."""
+        if self._offload and self._layer:
+            self._offload.fetch_before(self._layer)
+
     def keep(self, result: Any) -> None:
         """Keep the result of an operator: a tensor, or a tuple."""
         parts = result if isinstance(result, tuple) else (result,)
-        self._results.append((type(result), [_send(self._offload, self._layer, part) for part in parts]))
+        self._results.append((isinstance(result, tuple), [self.send(part) for part in parts]))
 
     def take(self) -> Any:
         """Return the next result, which is then no longer kept."""
-        kind, parts = self._results.pop(0)
-        fetched = [_fetch(self._offload, part) for part in parts]
-        return tuple(fetched) if issubclass(kind, tuple) else fetched[0]
+        several, parts = self._results.pop(0)
+        fetched = [self.fetch(part) for part in parts]
+        return tuple(fetched) if several else fetched[0]
 
 
 class Keeping(TorchDispatchMode):
     """Keeps the results of attention operators while it is entered."""
 
-    def __init__(self, kept: KeptAttention) -> None:
+    def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.kept = kept
 
@@ -195,7 +210,10 @@ def _with_modes(attention: Callable[..., Any]) -> Callable[..., Any]:
                 "fsdp.activation_checkpointing: keep_attention cannot repeat the random numbers of dropout in "
                 "attention: set that of model.config to 0, or leave keep_attention out"
             )
-        with _modes[-1]:
-            return attention(*args, **kwargs)
+        with _modes[-1] as mode:
+            result = attention(*args, **kwargs)
+        if isinstance(mode, Returning) and result[0].requires_grad:
+            result[0].register_hook(mode.kept.fetch_before)
+        return result
 
     return with_mode
