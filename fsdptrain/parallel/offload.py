@@ -19,11 +19,12 @@ PORTABLE = 1  # cudaHostRegisterPortable
 class Waiting:
     """A tensor of a layer that waits in host memory.
 
-    `on_device` is there until it is copied, and again from one layer before its use. `event` is after its newest copy.
+    `on_device` is there until it is copied, and again from one layer before its use, until it is `used`. `event` is
+    after its newest copy.
     """
 
     def __init__(self, tensor: torch.Tensor, layer: Layer, memory: torch.Tensor) -> None:
-        self.layer, self.event = layer, None
+        self.layer, self.event, self.used = layer, None, False
         self.in_host = memory.view(tensor.dtype).view(tensor.shape)
         self.hold(tensor)
 
@@ -94,7 +95,10 @@ class Offload:
     def fetch(self, waiting: Waiting) -> torch.Tensor:
         """Return a tensor on the device again; the computation waits for it, unless it was fetched before."""
         self._start_fetching(waiting.layer)
+        if waiting.on_device is None:  # it is needed a second time
+            self._start(waiting)
         self._wait_for(waiting)
+        waiting.used = True
         return waiting.free()
 
     def fetch_before(self, layer: Layer) -> None:
@@ -105,10 +109,14 @@ class Offload:
 
     def _start_fetching(self, layer: Layer) -> None:
         for each in [tensor() for tensor in layer.tensors]:
-            if each is not None and each.on_device is None:
-                target = torch.empty_like(each.in_host, device=self._device)
-                self._copy(target, each.in_host, each)
-                each.hold(target)
+            if each is not None and each.on_device is None and not each.used:
+                self._start(each)
+
+    def _start(self, waiting: Waiting) -> None:
+        """Start to copy a tensor to the device."""
+        target = torch.empty_like(waiting.in_host, device=self._device)
+        self._copy(target, waiting.in_host, waiting)
+        waiting.hold(target)
 
     def _free_sent(self) -> None:
         waiting = self._sending() if self._sending else None
