@@ -179,11 +179,12 @@ def test_a_report_on_a_nan_names_the_ranks_of_the_row(tmp_path: Path, monkeypatc
 
 @pytest.mark.soak
 def test_a_stop_loses_nothing(tmp_path: Path) -> None:
-    runs = {name: small_recipe(tmp_path / name, parallel={"context": 2}, train__steps=80) for name in ("whole", "stopped")}
+    runs = {name: small_recipe(tmp_path / name, parallel={"context": 2}) for name in ("whole", "stopped")}
     assert run_with(runs["whole"]).code == 0
-    where = {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 7, "rank": 0}
-    held = {**where, "do": "sleep", "how": {"seconds": 1.0}, "mark": str(tmp_path / "held")}
-    sent = {**where, "do": "send", "how": {"name": "SIGTERM", "to": "command"}, "mark": str(tmp_path / "sent")}
+    held = {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 8, "rank": 0, "do": "sleep"}
+    held |= {"how": {"seconds": 2.0}, "mark": str(tmp_path / "held")}
+    sent = {"where": "fsdptrain.train.step:Engine.update", "call": 3, "rank": 0, "do": "send"}
+    sent |= {"how": {"name": "SIGTERM", "to": "command"}, "mark": str(tmp_path / "sent")}
     ended = run_with(runs["stopped"], held, sent)
     assert not ended.problems(75, "stopped by SIGTERM", "run the same command to continue")
     assert 0 < last_step(tmp_path / "stopped" / "run") == max(valid_steps(tmp_path / "stopped" / "run"))
