@@ -1,7 +1,8 @@
 """Activation checkpointing → compile → `fully_shard`, in this order.
 
 Recomputation and compilation replace a decoder layer's `forward`; FSDP's hooks run around its `__call__`. So it is
-gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them.
+gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them. What no
+compiler can trace (`offload`, `keep_attention`) comes after compilation.
 """
 
 from __future__ import annotations
@@ -79,9 +80,12 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     # hooks.
     layers = [module for _, module in decoder_layers(model)]
     how = fsdp.recomputation
-    wrap = [lambda: recompute(layers, how, world.device), lambda: compile_layers(layers) if plan.compiles else None]
-    for each in reversed(wrap) if how.beside_compiler else wrap:
-        each()
+    if not how.beside_compiler:
+        recompute(layers, how, world.device)
+    if plan.compiles:
+        compile_layers(layers)
+    if how.beside_compiler:
+        recompute(layers, how, world.device)
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
