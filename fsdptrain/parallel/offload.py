@@ -16,7 +16,7 @@ import torch
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
-class Waiting:
+class Offloaded:
     """A tensor of a layer that waits in host memory.
 
     `on_device` is there until it is copied, and again from one layer before its use, until it is `used`. `event` is
@@ -50,7 +50,7 @@ class Layer:
 
     def __init__(self, before: weakref.ref[Layer] | None) -> None:
         self.before = before
-        self.tensors: list[weakref.ref[Waiting]] = []
+        self.tensors: list[weakref.ref[Offloaded]] = []
 
 
 class Offload:
@@ -60,7 +60,7 @@ class Offload:
         self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._newest: weakref.ref[Layer] | None = None
-        self._sending: weakref.ref[Waiting] | None = None
+        self._sending: weakref.ref[Offloaded] | None = None
         self._free: dict[int, list[torch.Tensor]] = {}  # bytes → pieces of host memory, which are never given back
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Offload:
         self._newest = weakref.ref(layer)
         return layer
 
-    def send(self, tensor: torch.Tensor, layer: Layer) -> Waiting:
+    def send(self, tensor: torch.Tensor, layer: Layer) -> Offloaded:
         """Start to copy a tensor to host memory, where it waits until it is fetched.
 
         One copy at a time is under way: the computation first waits for the one before, and frees what that has copied.
@@ -82,7 +82,7 @@ class Offload:
         self._free_sent()
         pieces = self._free.setdefault(tensor.nbytes, [])
         memory = pieces.pop() if pieces else host_memory(tensor.nbytes, self._device)
-        waiting = Waiting(tensor, layer, memory)
+        waiting = Offloaded(tensor, layer, memory)
         # Later copies are on the same stream, so that another tensor may take the memory while the last one is running.
         weakref.finalize(waiting, pieces.append, memory).atexit = False
         self._copy(waiting.in_host, tensor, waiting)
@@ -92,7 +92,7 @@ class Offload:
             self._free_sent()
         return waiting
 
-    def fetch(self, waiting: Waiting) -> torch.Tensor:
+    def fetch(self, waiting: Offloaded) -> torch.Tensor:
         """Return a tensor on the device again; the computation waits for it, unless it was fetched before."""
         self._start_fetching(waiting.layer)
         if waiting.on_device is None:  # it is needed a second time
@@ -112,7 +112,7 @@ class Offload:
             if each is not None and each.on_device is None and not each.used:
                 self._start(each)
 
-    def _start(self, waiting: Waiting) -> None:
+    def _start(self, waiting: Offloaded) -> None:
         """Start to copy a tensor to the device."""
         target = torch.empty_like(waiting.in_host, device=self._device)
         self._copy(target, waiting.in_host, waiting)
@@ -125,7 +125,7 @@ class Offload:
             self._wait_for(waiting)
             waiting.free()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: Waiting) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: Offloaded) -> None:
         """Copy after all that computes now, on the stream for copies."""
         if self._module is None:
             target.copy_(source)
@@ -135,7 +135,7 @@ class Offload:
             target.copy_(source, non_blocking=True)
             waiting.event = self._stream.record_event()
 
-    def _wait_for(self, waiting: Waiting) -> None:
+    def _wait_for(self, waiting: Offloaded) -> None:
         """Let the computation wait for the newest copy of a tensor."""
         if self._module is not None:
             self._module.current_stream().wait_event(waiting.event)

@@ -20,7 +20,7 @@ from fsdptrain.config.schema import Recomputation
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.offload import Offload, Waiting
+from fsdptrain.parallel.offload import Offload, Offloaded
 from fsdptrain.parallel.patches import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class Kept:
 
     def fetch(self, kept: Any) -> Any:
         """Return what `send` was given."""
-        return self._offload.fetch(kept) if self._offload and isinstance(kept, Waiting) else kept
+        return self._offload.fetch(kept) if self._offload and isinstance(kept, Offloaded) else kept
 
     def fetch_input(self, kept: Any) -> Any:
         """Return the input of the layer, which is about to be recomputed."""

@@ -35,7 +35,7 @@ from fsdptrain.parallel.patches import (
     name_collectives,
     takes_two_dtypes,
 )
-from fsdptrain.parallel.recompute import recompute
+from fsdptrain.parallel.recompute import KERNELS, recompute
 from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan
 
@@ -55,6 +55,12 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if plan.context > 1 and not varlen.used_by(model):
         raise RuntimeError("internal error: rows are shared, but the attention exchanges nothing (please report it)")
+    kernel = model.config._attn_implementation
+    if recipe.fsdp.recomputation.keep_attention and kernel not in KERNELS:
+        raise RecipeError(
+            f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
+            f"{type(model).__name__} needs here: leave it out"
+        )
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
