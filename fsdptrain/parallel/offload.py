@@ -152,8 +152,14 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
         try:
             pin_memory(memory)
         except RuntimeError as error:
-            print(f"activations wait in pageable host memory, which is slower: {error}", flush=True)
+            _note(f"activations wait in pageable host memory, which is slower: {error}")
     return memory
+
+
+@functools.cache
+def _note(text: str) -> None:
+    """Print a text once."""
+    print(text, flush=True)
 
 
 def pin_memory(memory: torch.Tensor) -> None:

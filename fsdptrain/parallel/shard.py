@@ -55,7 +55,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if plan.context > 1 and not varlen.used_by(model):
         raise RuntimeError("internal error: rows are shared, but the attention exchanges nothing (please report it)")
-    kernel = model.config._attn_implementation
+    kernel = recipe.model.attn_implementation
     if recipe.fsdp.recomputation.keep_attention and kernel not in KERNELS:
         raise RecipeError(
             f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
