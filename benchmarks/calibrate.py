@@ -187,7 +187,7 @@ def field_runs() -> list[Run]:
     ]
 
 
-def save_every_second_product(layers: list[Any], kind: Any) -> None:
+def save_every_second_product(layers: list[Any], *_: Any) -> None:
     """Apply torchtitan's selective AC: keep the outputs of attention and of every second `mm`, from the first on."""
     mm, attention = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default
 

@@ -62,10 +62,11 @@ def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]
         )
 
 
-def host_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, int]:
+def host_space(plan: Plan, weights: Collection[Weight], steps: int | None, activations: int = 0) -> dict[str, int]:
     """Return the bytes of a node's memory that trained state and the copy of a checkpoint need, and those available.
 
     While a thread writes a checkpoint it holds a copy. What is in host memory is copied only if steps go on meanwhile.
+    `activations` are the bytes that a rank's layers keep there.
     """
     recipe, topology = plan.recipe, plan.topology
     of_node = plan.state_bytes(weights) * topology.nproc_per_node // topology.world_size
@@ -75,14 +76,16 @@ def host_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
     return {
         "state_bytes": of_node if in_host else 0,
         "copy_bytes": of_node if goes_on or not in_host else 0,
+        "activation_bytes": activations * topology.nproc_per_node,
         "available_bytes": available_memory(),
     }
 
 
 def host_problems(space: dict[str, int]) -> Iterator[FsdptrainError]:
     """Yield an error when a node has too little memory: the kernel would kill a worker at the first checkpoint."""
-    if space["available_bytes"] < space["state_bytes"] + space["copy_bytes"]:
+    if space["available_bytes"] < sum(_host_parts(space).values()):
         no_copy = "set checkpoint.async=false, " if space["state_bytes"] and space["copy_bytes"] else ""
+        no_copy += "remove offload from fsdp.activation_checkpointing, " if space["activation_bytes"] else ""
         yield CheckpointError(
             f"checkpoint: no space in the memory of this node: {host_summary(space)}: {no_copy}use more nodes, or "
             "train fewer parameters"
@@ -91,9 +94,16 @@ def host_problems(space: dict[str, int]) -> Iterator[FsdptrainError]:
 
 def host_summary(space: dict[str, int]) -> str:
     """Return the space in host memory in one line."""
-    parts = {"trained state": space["state_bytes"], "the copy of a checkpoint": space["copy_bytes"]}
+    parts = _host_parts(space)
     needs = " and ".join(f"{what} of {size(needed)}" for what, needed in parts.items() if needed)
     return f"{size(sum(parts.values()))} needed ({needs}), {size(space['available_bytes'])} available"
+
+
+def _host_parts(space: dict[str, int]) -> dict[str, int]:
+    return {
+        "trained state": space["state_bytes"], "the copy of a checkpoint": space["copy_bytes"],
+        "what layers keep": space["activation_bytes"],
+    }  # fmt: skip
 
 
 def disk_summary(space: dict[str, Any]) -> str:

@@ -50,13 +50,13 @@ from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import Location
+from fsdptrain.parallel.offload import pin_memory
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import Plan
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared
 ALIGNMENT = 64  # bytes: each copy begins at a multiple, as a tensor of any dtype may
-PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class Checkpointer:
@@ -335,18 +335,6 @@ class Staging:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
         self.copies, self.pinned = {}, False
         del self.memory
-
-
-def pin_memory(memory: torch.Tensor) -> None:
-    """Pin memory where it is. Raises RuntimeError if the driver refuses."""
-    cudart = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
-    if not int(error):
-        return
-    # CUDA keeps the error for whoever looks at the next kernel: a kernel of no importance takes it away.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    raise RuntimeError(cudart.cudaGetErrorString(error))
 
 
 def write_shards(

@@ -164,7 +164,7 @@ FOREIGN_NAMES = {
         "gradient_checkpointing enable_activation_checkpointing fsdp_activation_checkpointing "
         "disable_gradient_checkpointing"
     ),
-    "not supported: activations can be recomputed (fsdp.activation_checkpointing), but not offloaded": (
+    "fsdp.activation_checkpointing: {kind: full, offload: true}": (
         "activation_offloading enable_activation_offloading gradient_checkpointing_kwargs"
     ),
     _ALWAYS: (

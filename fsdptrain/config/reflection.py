@@ -75,6 +75,8 @@ def matches_form(value: Any, form: Any) -> bool:
         return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
+    if words := enumerated(form):
+        return value in words
     if form is bool:
         return isinstance(value, bool)
     if isinstance(form, type):

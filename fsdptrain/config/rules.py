@@ -27,6 +27,7 @@ SECTIONS_READ = {
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
     "parallel.context": ("data", "model"),
+    "fsdp.activation_checkpointing": ("model",),
     "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
     "export.dtype": ("adapter",),
 }
@@ -262,12 +263,32 @@ def _library_fault(library: str, least: tuple[int, int]) -> str | None:
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between keys of `fsdp`."""
     strategy = recipe.fsdp.strategy
+    yield from _recomputation_problems(recipe)
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         yield Problem(
             f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: each rank's shard of the gradients "
             "stays on its device anyway; use reduce",
             "fsdp.accumulation",
         )
+
+
+def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems between the keys of `fsdp.activation_checkpointing`, and with the attention kernel."""
+    path, kernel = "fsdp.activation_checkpointing", recipe.model.attn_implementation
+    if not any(matches_form(recipe.fsdp.activation_checkpointing, form) for form in forms_of(path)):
+        return  # another check refuses it
+    how = recipe.fsdp.recomputation
+    for name in ("offload", "keep_attention"):
+        if getattr(how, name) and how.kind == "none":
+            yield Problem(f"{name} has no effect with kind: none, which recomputes nothing: use kind: full", path)
+    if how.kind == "selective" and how.keep_attention:
+        yield Problem(
+            "keep_attention has no effect with kind: selective, which keeps attention anyway: use kind: full", path
+        )
+    if how.kind == "selective" and how.offload:
+        yield Problem("offload is not possible with kind: selective: use kind: full, with keep_attention", path)
+    if how.keep_attention and how.kind == "full" and kernel not in ("auto", "sdpa"):
+        yield Problem(f"keep_attention is not possible with {kernel} attention: use auto or sdpa", path)
 
 
 def may_hold_shards(strategy: Strategy, offload: bool) -> bool:

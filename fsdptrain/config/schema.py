@@ -164,6 +164,24 @@ class MixedPrecision:
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
 
+KINDS_OF_RECOMPUTATION = {"kind": Literal["none", "full", "selective"], "offload?": bool, "keep_attention?": bool}
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What backward recomputes: of every how many layers, and what becomes of that which a layer keeps."""
+
+    kind: Literal["none", "full", "selective"]
+    every: int = 1
+    offload: bool = False
+    keep_attention: bool = False
+
+    @property
+    def beside_compiler(self) -> bool:
+        """Whether it needs what cannot be part of a compiled graph."""
+        return self.offload or self.keep_attention
+
+
 @dataclass
 class Fsdp:
     """How parameters, gradients and optimizer state are sharded over the ranks."""
@@ -213,9 +231,17 @@ class Fsdp:
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",
-        "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} layers",
-        forms=("none", "full", "selective", {"every": int}),
+        "what backward recomputes: none, full, selective (all but matrix products and attention), {every: n} layers; "
+        "{kind: full, keep_attention: true, offload: true}: full, but attention; what a layer keeps (its input, and "
+        "the result of attention) waits in host memory",
+        forms=("none", "full", "selective", {"every": int}, KINDS_OF_RECOMPUTATION),
     )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What `activation_checkpointing` says, in one form."""
+        value = self.activation_checkpointing
+        return Recomputation(**{"kind": "full", **value} if isinstance(value, dict) else {"kind": value})
 
 
 @dataclass

@@ -30,6 +30,7 @@ RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaste
 SHOWN = 3  # overrides
 LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
 NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
+NOTHING: dict[str, Any] = {}  # is overridden
 LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
 
 
@@ -95,6 +96,15 @@ def more_context(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def layers_offloaded(plan: Plan) -> list[dict[str, Any]]:
+    """Return the override that lets what layers keep wait in host memory, for long rows on GPUs; else nothing."""
+    if plan.topology.device != "cuda" or plan.tokens_of_row < LEAST_TOKENS:
+        return []
+    whole = {"kind": "full", "offload": True, "keep_attention": True}
+    overrides = [{"fsdp.activation_checkpointing": value} for value in (whole, {"kind": "full", "offload": True})]
+    return [change for change in overrides if not [*cross_field_problems(varied(plan, change).recipe, {})]][:1]
+
+
 def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
     """Return what this choice changes in the recipe.
 
@@ -120,7 +130,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
 
     First single changes: gradients reduced in every micro-batch, recomputation, a smaller micro-batch, more sharding.
-    Then the last three together, then more ranks in a row, and offload last.
+    Then the last three together, then more ranks in a row, what layers keep in host memory, and all offload last.
     """
     recipe, world = plan.recipe, plan.topology.world_size
     fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
@@ -145,7 +155,8 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     for ladder, ranks, recomputation, micro in choices:
         overrides = overrides_of(plan, ladder, ranks, recomputation, micro)
         if ladder is offloaded:
-            yield from (seen[-1] | more for more in more_context(plan))
+            for kept in [NOTHING, *layers_offloaded(plan)]:
+                yield from (seen[-1] | rows | kept for rows in [*[NOTHING] * bool(kept), *more_context(plan)])
         if overrides not in seen:
             seen.append(overrides)
             yield overrides

@@ -173,7 +173,6 @@ def advice_rows(options: list[Option]) -> list[list[str]]:
 
 def _option_cells(option: Option) -> list[str]:
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
-    recomputed = option.activation_checkpointing
     marks = {
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
         f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
@@ -183,13 +182,22 @@ def _option_cells(option: Option) -> list[str]:
     return [
         option.strategy + hybrid,
         f"{option.accumulation} × {option.micro_batch_size}",
-        recomputed if isinstance(recomputed, str) else f"every {recomputed['every']}",
+        _recomputed(option.activation_checkpointing),
         size(option.needed_bytes),
         f"{option.step_s:.3g} s",
         f"{option.tokens_per_s:,.0f}",
         f"{option.mfu:.1%}",
         ", ".join(mark for mark, applies in marks.items() if applies),
     ]
+
+
+def _recomputed(value: str | dict[str, Any]) -> str:
+    """Return a value of `fsdp.activation_checkpointing` as a cell."""
+    if isinstance(value, str):
+        return value
+    marks = {"keep_attention": "attention kept", "offload": "offloaded"}
+    kept = [mark for name, mark in marks.items() if value.get(name)]
+    return f"every {value['every']}" if "every" in value else ", ".join([value["kind"], *kept])
 
 
 def advice_lines(advice: Advice) -> list[str]:

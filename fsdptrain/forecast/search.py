@@ -22,6 +22,7 @@ from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.changes import (
+    NOTHING,
     Kind,
     Ladder,
     RequestForecast,
@@ -29,6 +30,7 @@ from fsdptrain.forecast.changes import (
     changes_of_kind,
     command_text,
     ladders_of,
+    layers_offloaded,
     least_counts,
     micro_batches,
     more_context,
@@ -173,12 +175,18 @@ def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoo
 
 
 def _with_shared_rows(trials: _Trials) -> list[Option]:
-    """Return the plan that fits with the fewest ranks in a row, with all else that saves memory but offload."""
+    """Return the plans that fit with the fewest ranks in a row, with all else that saves memory but offload of weights.
+
+    One keeps what its layers keep on the device, and one in host memory.
+    """
     plan = trials.plan
     ladder = ladders_of(plan, False)[0]
     smallest = overrides_of(plan, ladder, ladder.sizes[0], "full", 1)
-    options = (trials.option(smallest | change) for change in more_context(plan))
-    return [*itertools.islice((option for option in options if option is not None and option.fits), 1)]
+    found = []
+    for kept in [NOTHING, *layers_offloaded(plan)]:
+        options = (trials.option(smallest | rows | kept) for rows in [*[NOTHING] * bool(kept), *more_context(plan)])
+        found += [*itertools.islice((option for option in options if option is not None and option.fits), 1)]
+    return found
 
 
 def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fsdptrain.config.schema import Recomputation
 from fsdptrain.forecast.memory import network_share, ring_bytes
 from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.plan.hardware import Hardware
@@ -106,9 +107,9 @@ def _overlap(start: float, end: float, collectives: Iterable[tuple[float, float]
     return sum(max(0.0, min(end, until) - max(start, since)) for since, until in collectives)
 
 
-def recomputation_s(kind: str | dict[str, int]) -> float:
+def recomputation_s(how: Recomputation) -> float:
     """Return the host's seconds that `fsdp.activation_checkpointing` adds to the backward of a layer, on average."""
-    return RECOMPUTATION_S["full"] / kind["every"] if isinstance(kind, dict) else RECOMPUTATION_S[kind]
+    return RECOMPUTATION_S[how.kind] / how.every
 
 
 def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:

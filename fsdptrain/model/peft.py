@@ -138,7 +138,7 @@ def inject(model: Any, recipe: Recipe, targets: list[str], experts: list[str], w
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
-    _use_one_function(model, in_place=recipe.fsdp.activation_checkpointing != "selective")
+    _use_one_function(model, in_place=recipe.fsdp.recomputation.kind != "selective")
     _set_targets(model, targets, experts, adapter)
     # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
     model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None

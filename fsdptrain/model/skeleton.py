@@ -176,7 +176,8 @@ def check_context(plan: Plan, bare: Any) -> None:
 
 def _flash_is_possible(plan: Plan) -> bool:
     """Return whether flash_attention_2 is installed and supports this GPU, this recipe's dtype and packed documents."""
-    return flash_fits(plan) and bool(is_flash_attn_2_available()) and not varlen.card_obstacle()
+    kept = plan.recipe.fsdp.recomputation.keep_attention  # of operators of torch alone
+    return flash_fits(plan) and bool(is_flash_attn_2_available()) and not kept and not varlen.card_obstacle()
 
 
 def flash_fits(plan: Plan) -> bool:

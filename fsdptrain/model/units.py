@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdptrain.errors import RecipeError
+from fsdptrain.plan.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,19 @@ def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
         if not inside and classes & {cls.__name__ for cls in type(module).__mro__} and _holds_parameters(module):
             found.append((name, module))
     return found
+
+
+def bytes_in_host(plan: Plan, model: Any) -> int:
+    """Return the bytes of host memory in which a rank's layers keep what they need for backward (offload)."""
+    how, config = plan.recipe.fsdp.recomputation, model.config.get_text_config()
+    if not how.offload:
+        return 0
+    itemsize = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
+    heads: int = config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = heads * (size * itemsize + 4) if how.keep_attention else 0  # and a float32 for each query
+    tokens = plan.recipe.train.micro_batch_size * plan.tokens_of_row
+    return len(decoder_layers(model)) * tokens * (config.hidden_size * itemsize + attention)
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from fsdptrain.model.context import AllToAll
 
@@ -43,6 +44,8 @@ RELIES_ON = {
     },
     "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
+    # By `recompute`, and by `simulate.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
+    "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
     # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` has one as `_node_desc_generator`.
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {
         "ba33b372891b": "2.11.0 2.13.0 2.15.0"

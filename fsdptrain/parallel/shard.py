@@ -1,20 +1,20 @@
 """Activation checkpointing → compile → `fully_shard`, in this order.
 
 Recomputation and compilation replace a decoder layer's `forward`; FSDP's hooks run around its `__call__`. So it is
-gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them.
+gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them. What no
+compiler can trace (`offload`, `keep_attention`) comes after compilation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
@@ -23,7 +23,7 @@ from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
-from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
+from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, decoder_layers, units_of
 from fsdptrain.model.weights import place_buffers
@@ -35,6 +35,7 @@ from fsdptrain.parallel.patches import (
     name_collectives,
     takes_two_dtypes,
 )
+from fsdptrain.parallel.recompute import KERNELS, recompute
 from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan
 
@@ -45,16 +46,7 @@ if TYPE_CHECKING:
         """A model of transformers after `fully_shard`, which gives it a class that is derived from both."""
 
 
-aten = torch.ops.aten
 GRAPHS = 64  # of all kinds of layers that share a `forward`: with and without gradients, with and without a mask
-
-SAVED = [  # selective checkpointing does not recompute these: matrix products and attention
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default, VARLEN_FORWARD,
-]  # fmt: skip
 
 
 def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
@@ -63,6 +55,12 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if plan.context > 1 and not varlen.used_by(model):
         raise RuntimeError("internal error: rows are shared, but the attention exchanges nothing (please report it)")
+    kernel = recipe.model.attn_implementation
+    if recipe.fsdp.recomputation.keep_attention and kernel not in KERNELS:
+        raise RecipeError(
+            f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
+            f"{type(model).__name__} needs here: leave it out"
+        )
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
@@ -87,9 +85,13 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     # Recomputation, then compilation: both replace the `forward` of decoder layers, around which FSDP2 will add its
     # hooks.
     layers = [module for _, module in decoder_layers(model)]
-    recompute(layers, fsdp.activation_checkpointing)
+    how = fsdp.recomputation
+    if not how.beside_compiler:
+        recompute(layers, how, world.device)
     if plan.compiles:
         compile_layers(layers)
+    if how.beside_compiler:
+        recompute(layers, how, world.device)
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
@@ -193,26 +195,6 @@ def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
         reduce_dtype=getattr(torch, dtypes.reduce_dtype),
         cast_forward_inputs=False,
     )
-
-
-def recompute(layers: list[nn.Module], kind: Any) -> None:
-    """Free the activations of these layers after forward and compute them again in backward."""
-    every = kind["every"] if isinstance(kind, dict) else 1
-    if kind == "none":
-        return
-    for layer in layers[::every]:
-        context = functools.partial(create_selective_checkpoint_contexts, SAVED) if kind == "selective" else None
-        layer.forward = _recomputed(layer.forward, context)
-
-
-def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": context} if context else {})
-
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return recomputed
 
 
 def compile_layers(layers: list[nn.Module]) -> None:

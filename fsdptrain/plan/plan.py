@@ -181,6 +181,11 @@ class Plan:
         """Return the number of the part of a row that a rank computes, from 0."""
         return rank % self.context
 
+    def ranks_of_row(self, rank: int) -> list[int]:
+        """Return the ranks that share each row with a rank, itself among them."""
+        first = rank - self.part_of_row(rank)
+        return [*range(first, first + self.context)]
+
     def state_bytes(self, weights: Collection[Weight]) -> int:
         """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
 

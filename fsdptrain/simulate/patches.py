@@ -44,7 +44,6 @@ RELIES_ON = {
         "e7923d9063ac": "2.13.0 2.15.0",
     },
     # by recorder.
-    "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
     "torch._C._current_graph_task_id": {"dc937b598926": "2.11.0 2.13.0 2.15.0"},  # -1 outside of a backward pass
     "torch._ops.OpOverload.__init__": {
         "21636d4724aa": "2.11.0 2.13.0",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,7 +31,7 @@ from fsdptrain.forecast.trace import (
 )
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.patches import CONTEXT
+from fsdptrain.parallel.patches import CONTEXT, TorchDispatchMode
 from fsdptrain.simulate import device as pretend
 from fsdptrain.simulate import kernels
 from fsdptrain.simulate.patches import resizes_watched

@@ -153,7 +153,7 @@ def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any
 def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
     """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    recompute_s = timing.recomputation_s(plan.recipe.fsdp.activation_checkpointing)
+    recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
     events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
     timed = timing.replay_streams(events, hardware, half, ranks, recompute_s)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)

@@ -50,6 +50,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.peft import start_adapters
+from fsdptrain.model.units import bytes_in_host
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
@@ -135,6 +136,7 @@ class Sizes:
     total_steps: int
     state_bytes: int  # of this rank's part of a checkpoint
     flops_per_step: float
+    bytes_in_host: int = 0  # in which the layers of this rank keep what they need for backward
 
     @classmethod
     def of(cls, inputs: Inputs) -> Sizes:
@@ -148,6 +150,7 @@ class Sizes:
             total_steps=plan.total_steps(len(inputs.stream)),
             state_bytes=plan.state_bytes(weights) // plan.shard_size,
             flops_per_step=model_flops(prepared.trained, positions, inputs.stream.corpus.document()),
+            bytes_in_host=bytes_in_host(plan, prepared.trained),
         )
 
 
@@ -366,7 +369,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
         if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
             problems += disk_problems(plan, disk_space(plan, sizes.weights, sizes.total_steps))
         if checkpointer.world.local_rank == 0:  # of each node
-            problems += host_problems(host_space(plan, sizes.weights, sizes.total_steps))
+            problems += host_problems(host_space(plan, sizes.weights, sizes.total_steps, sizes.bytes_in_host))
         checkpointer.raise_on_every_rank(next(iter(problems), None))
 
 

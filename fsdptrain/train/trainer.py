@@ -20,6 +20,7 @@ from fsdptrain.parallel.heartbeat import Heartbeat
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
+from fsdptrain.text import ranks_text
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.setup import (
@@ -302,11 +303,17 @@ class Trainer:
         )
 
     def nonfinite_cause(self, inputs: StepInputs) -> str:
-        """Repeat a non-finite step. Return what in it is not finite, on which rank, for which samples; collective."""
+        """Repeat a non-finite step. Return what in it is not finite, on which rank, for which samples; collective.
+
+        Ranks that share a row get the numbers of one another in attention.
+        """
         samples: dict[str, list[int]] = {}
         for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.label_tokens):
             micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
-            samples.setdefault(f"{source.what} on rank {source.rank}", []).extend(self.stream.at(micro_batch))
+            others = [rank for rank in self.plan.ranks_of_row(source.rank) if rank != source.rank]
+            shared = f", which shares its rows with {ranks_text(others)}" if others else ""
+            where = f"{source.what} on rank {source.rank}{shared}"
+            samples.setdefault(where, []).extend(self.stream.at(micro_batch))
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
         return "; ".join(causes) or "not reproducible when the step was repeated: suspect the hardware"
 

@@ -21,7 +21,7 @@ from fsdptrain.model.freeze import quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import check_adapter_values
 from fsdptrain.model.skeleton import flash_fits, has_flash
-from fsdptrain.model.units import Unit, decoder_layers, tied
+from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
@@ -63,7 +63,7 @@ def check_model(
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))
     disk = disk_space(plan, ready.weights, steps)
     findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
-    host = host_space(plan, ready.weights, steps)
+    host = host_space(plan, ready.weights, steps, bytes_in_host(ready.plan, ready.trained))
     findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host))
     problems = [*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))]
     for error in problems:
@@ -90,8 +90,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
 def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
     fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
-    kind = fsdp.activation_checkpointing
-    every = kind["every"] if isinstance(kind, dict) else 1
+    how = fsdp.recomputation
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
     rows = [describe_unit(plan, *unit, packed) for unit in owned]
@@ -117,7 +116,8 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
             "buffers": fsdp.mixed_precision.buffer_dtype,
         },
         "blocks": len(layers),
-        "recomputed_blocks": 0 if kind == "none" else len(layers[::every]),
+        "kept": ["attention"] * how.keep_attention + ["in host memory"] * how.offload,
+        "recomputed_blocks": 0 if how.kind == "none" else len(layers[:: how.every]),
     }
 
 
@@ -201,7 +201,7 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     count = sum(unit["count"] for unit in units)
     shared = model["tied"]
     tie = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
-    recomputed = model["recomputed_blocks"]
+    recomputed, kept = model["recomputed_blocks"], model["kept"]
     trained, share = model["trainable_parameters"], model["trainable_parameters"] / model["parameters"]
     master = f" in {dtypes['master']}" if share == 1 else ""
     packed = model["quantised_parameters"]
@@ -220,6 +220,8 @@ def model_lines(model: dict[str, Any]) -> list[str]:
         f"{dtypes['compute']} with {model['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
         f"activations of {recomputed} of {model['blocks']} layers are recomputed in the backward pass"
+        + (", but not attention" if "attention" in kept else "")
+        + ("; what they keep waits in host memory" if "in host memory" in kept else "")
         if recomputed
         else f"activations of all {model['blocks']} layers are kept for the backward pass",
     ]

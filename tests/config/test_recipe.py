@@ -455,6 +455,9 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
         ("fsdp.wrap", "{min_num_params: 5}"),
         ("fsdp.activation_checkpointing", "true"),
         ("fsdp.activation_checkpointing", "{every: 2.5}"),
+        ("fsdp.activation_checkpointing", "{offload: true}"),
+        ("fsdp.activation_checkpointing", "{kind: all, offload: true}"),
+        ("fsdp.activation_checkpointing", "{kind: full, offload: 1}"),
         ("launch.nproc_per_node", '"8"'),
         ("launch.nproc_per_node", "gpu"),
         ("launch.nproc_per_node", "true"),
@@ -589,6 +592,7 @@ def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, p
         ("fsdp.wrap", "[LlamaDecoderLayer, LlamaMLP]", ["LlamaDecoderLayer", "LlamaMLP"]),
         ("fsdp.wrap", "{min_params: 100_000_000}", {"min_params": 100_000_000}),
         ("fsdp.activation_checkpointing", "{every: 2}", {"every": 2}),
+        ("fsdp.activation_checkpointing", "{kind: full, offload: true}", {"kind": "full", "offload": True}),
         ("launch.nproc_per_node", "8", 8),
     ],
 )
@@ -858,6 +862,31 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             ["fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.backward_prefetch=BACKWARD_PRE"],
             "fsdp.backward_prefetch",
             "only with FULL_SHARD or HYBRID_SHARD",
+        ),
+        (
+            ["fsdp.activation_checkpointing={kind: none, offload: true}"],
+            "fsdp.activation_checkpointing",
+            "offload has no effect with kind: none",
+        ),
+        (
+            ["fsdp.activation_checkpointing={kind: none, keep_attention: true}"],
+            "fsdp.activation_checkpointing",
+            "keep_attention has no effect with kind: none",
+        ),
+        (
+            ["fsdp.activation_checkpointing={kind: selective, keep_attention: true}"],
+            "fsdp.activation_checkpointing",
+            "keep_attention has no effect with kind: selective, which keeps attention anyway",
+        ),
+        (
+            ["fsdp.activation_checkpointing={kind: selective, offload: true}"],
+            "fsdp.activation_checkpointing",
+            "offload is not possible with kind: selective",
+        ),
+        (
+            ["fsdp.activation_checkpointing={kind: full, keep_attention: true}", "model.attn_implementation=eager"],
+            "fsdp.activation_checkpointing",
+            "keep_attention is not possible with eager attention: use auto or sdpa",
         ),
         (["train.max_skipped=2"], "train.max_skipped", "train.on_nonfinite: stop, only with skip"),
         (

@@ -101,8 +101,10 @@ def fake(packed: bool = True) -> Iterator[None]:
 def steps(folder: Path) -> None:
     """Make steps and an evaluation in a world of four ranks, after a step on the CPU; see `waits`."""
     on_fake(plan_of(folder, data__packing="none"))
+    kept = {"kind": "full", "offload": True, "keep_attention": True}
     for changes in (
         {},
+        {"fsdp__activation_checkpointing": kept, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
         {"fsdp__cpu_offload": True, "optim__name": "lion"},
         {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16},
         {"data__packing": "none", "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},

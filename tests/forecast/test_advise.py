@@ -61,7 +61,8 @@ class FakeForecaster:
         fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
         if fsdp.strategy in self.fails:
             raise FsdptrainError("the step could not be simulated: no reason")
-        rung = RECOMPUTATION.index(fsdp.activation_checkpointing)
+        kind = fsdp.recomputation
+        rung = RECOMPUTATION.index(kind.kind) + kind.offload
         layers = plan.recipe.model.config.get("num_hidden_layers", 16)
         share = layers / 16 if not self.nonlinear else (layers / 16) ** 2
         state = self.state * (0.5 if plan.recipe.model.dtype == "bfloat16" else 1) * (0.1 if fsdp.cpu_offload else 1)
@@ -85,7 +86,7 @@ def advice(plan: Plan, ask: FakeForecaster, parameters: int = 1, **more: Any) ->
 
 def tried(ask: FakeForecaster) -> Counter[tuple[str, int, str, int]]:
     return Counter(
-        (p.recipe.fsdp.strategy, p.shard_size, p.recipe.fsdp.activation_checkpointing, p.recipe.train.micro_batch_size)
+        (p.recipe.fsdp.strategy, p.shard_size, p.recipe.fsdp.recomputation.kind, p.recipe.train.micro_batch_size)
         for p in ask.asked
     )
 
@@ -168,6 +169,22 @@ def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> Non
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
     assert [option.own for option in found.options if option.cpu_offload] == [True]
     assert found.best and found.best.overrides["fsdp.cpu_offload"] is False
+
+
+def test_what_layers_of_long_rows_keep_is_offloaded_before_weights_are(tmp_path: Path) -> None:
+    kept = {"kind": "full", "offload": True, "keep_attention": True}
+    needs_half = 8 * (MEMORY - 100)  # of what full recomputation needs, beside 400 bytes of state on 4 ranks
+    for words, found in ((["data.seq_len=32768"], kept), (["data.seq_len=2048"], "full")):
+        best = advice(plan_of(tmp_path, *words), FakeForecaster(activations=needs_half)).best
+        assert (best.activation_checkpointing if best else "full", best is not None) == (found, found == kept)
+    assert best is None
+    long = plan_of(tmp_path, "data.seq_len=32768", "fsdp.activation_checkpointing=full")
+    changes = [*changes_that_save_memory(long)]
+    where = [i for i, change in enumerate(changes) if change.get("fsdp.activation_checkpointing") == kept]
+    assert where and where[-1] < next(i for i, change in enumerate(changes) if "fsdp.cpu_offload" in change)
+    whole = "fsdp.activation_checkpointing={kind: full, offload: true, keep_attention: true}"
+    option = advice(plan_of(tmp_path, "data.seq_len=32768", whole), FakeForecaster()).options[-1]
+    assert "full, attention kept, offloaded" in render.advice_rows([dataclasses.replace(option, own=True)])[0]
 
 
 def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:

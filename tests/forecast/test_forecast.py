@@ -22,11 +22,11 @@ from support import TINY, sample
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import processes
-from fsdptrain.config.schema import Recipe
+from fsdptrain.config.schema import Recipe, Recomputation
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import measured
-from fsdptrain.forecast.forecaster import Forecaster
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.measured import ForecastComparison
 from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
@@ -228,8 +228,8 @@ def test_recomputation_takes_time_of_the_host() -> None:
     events = [Moment("backward of layers.0"), Kernel("mm", 1, 1, 0, 0)]
     alone, more = (replay_streams(events, H100, True, 8, extra).step_s for extra in (0.0, 1e-3))
     assert math.isclose(more, alone + 1e-3)
-    assert recomputation_s({"every": 2}) == recomputation_s("full") / 2 < recomputation_s("selective")
-    assert recomputation_s("none") == 0
+    none, full, selective = (recomputation_s(Recomputation(kind)) for kind in ("none", "full", "selective"))
+    assert recomputation_s(Recomputation("full", every=2)) == full / 2 < selective and none == 0
 
 
 WORK = st.one_of(
@@ -392,6 +392,35 @@ def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Fore
     assert offloaded.host_bytes >= state
     assert "optimizer state" not in offloaded.breakdown and offloaded.peak_bytes < on_device.peak_bytes
     assert offloaded.step_s > on_device.step_s  # traffic over PCIe, and the optimizer on the host's cores
+
+
+def test_what_layers_keep_moves_to_the_host_and_kept_attention_saves_its_time(
+    tmp_path: Path, forecaster: Forecaster
+) -> None:
+    layers, tokens, hidden = 8, 2 * 8192, 256
+    shape = SMALL | {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": 8}
+    long = {"data__seq_len": 8192, "model__config": shape | {"num_key_value_heads": 8, "max_position_embeddings": 8192}}
+
+    def forecast_with(how: Any) -> Forecast:
+        return forecaster.forecast(gpu_plan(tmp_path, 4, **long, fsdp__activation_checkpointing=how), H100)
+
+    full, offload, kept, both = (
+        forecast_with(how if how == "full" else {"kind": "full", **how})
+        for how in ("full", {"offload": True}, {"keep_attention": True}, {"offload": True, "keep_attention": True})
+    )
+    own = 2 * tokens * hidden  # bytes of a layer's input, and of the result of its attention
+    sums = 4 * tokens * 8  # of attention
+    saved = full.breakdown["saved activations"]
+    assert saved - offload.breakdown["saved activations"] == pytest.approx(layers * own, rel=0.02)
+    assert kept.breakdown["saved activations"] - saved == pytest.approx(layers * (own + sums), rel=0.02)
+    assert offload.host_bytes - full.host_bytes == pytest.approx(layers * own, rel=0.02)
+    assert both.host_bytes - full.host_bytes == pytest.approx(layers * (2 * own + sums), rel=0.02)
+    # Of each layer two copies at most are on the device, one copied out or in and one in use.
+    assert offload.peak_bytes < full.peak_bytes - (layers - 3) * own
+    attention = layers * 2 * 2 * tokens * (8192 + 1) // 2 * hidden
+    assert full.flops - kept.flops == full.flops - both.flops == pytest.approx(attention, rel=0.01)
+    assert full.flops == offload.flops and full.compute_s == pytest.approx(offload.compute_s, rel=1e-3)
+    assert kept.compute_s < full.compute_s
 
 
 def test_a_step_of_many_micro_batches_repeats_the_simulated_ones(tmp_path: Path, forecaster: Forecaster) -> None:

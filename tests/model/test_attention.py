@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdptrain.model import attention
 from fsdptrain.model.attention import QUERIES, Tile, attend, tiles
-from fsdptrain.parallel.shard import SAVED
+from fsdptrain.parallel.recompute import SAVED
 
 Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
 op = torch.ops.fsdptrain.attention

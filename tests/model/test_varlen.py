@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
-from fsdptrain.config.schema import Model
+from fsdptrain.config.schema import Model, Recomputation
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import cudnn, varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
-from fsdptrain.parallel.shard import SAVED, compile_layers, recompute
+from fsdptrain.parallel.recompute import SAVED, recompute
+from fsdptrain.parallel.shard import compile_layers
 from fsdptrain.plan.plan import Plan
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -310,7 +311,8 @@ def test_all_compiled_layers_are_one_graph_for_any_documents(
 
     monkeypatch.setattr(torch.nn.Module, "__init__", torch.nn.Module.__init__)  # dynamo replaces it for good
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
-    recompute([*model.model.layers], "none" if kind == "inductor" else kind)
+    how = Recomputation("none" if kind == "inductor" else kind)
+    recompute([*model.model.layers], how, torch.device("cpu"))
     counts = []
     with torch.compiler.config.patch(dynamic_sources=""):
         compile_layers([*model.model.layers])

@@ -14,11 +14,12 @@ from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.schema import Model
+from fsdptrain.config.schema import Fsdp, Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import decoder_layers, tied, units_of
-from fsdptrain.parallel.shard import compile_layers, recompute
+from fsdptrain.parallel.recompute import recompute
+from fsdptrain.parallel.shard import compile_layers
 
 LAYERS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"
@@ -183,7 +184,7 @@ def test_layers_are_computed_again_in_backward_as_the_recipe_says(kind: Any, tim
     layers, found = [layer for _, layer in decoder_layers(model)], [0, 0, 0]
     for number, layer in enumerate(layers):
         layer.mlp.register_forward_pre_hook(lambda *_, n=number: found.__setitem__(n, found[n] + 1))
-    recompute(layers, kind)
+    recompute(layers, Fsdp(activation_checkpointing=kind).recomputation, torch.device("cpu"))
     model(input_ids=torch.arange(16)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
     assert found == times
 
@@ -205,7 +206,8 @@ def test_equal_layers_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPat
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
     eager = copy.deepcopy(model)
     for each in (model, eager):
-        recompute([layer for _, layer in decoder_layers(each)], kind)
+        layers = [layer for _, layer in decoder_layers(each)]
+        recompute(layers, Fsdp(activation_checkpointing=kind).recomputation, torch.device("cpu"))
     compile_layers([layer for _, layer in decoder_layers(model)])
     ids = torch.arange(64).view(2, 32) % 50
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from simulate.test_simulate import WAITING
+from simulated import SMALL
 from support import TESTS, python, python_path
 
 from fsdptrain.config.optimizers import OptimizerKind
@@ -20,7 +21,8 @@ from simulated import SMALL, plan_of
 
 shape = SMALL | {"num_hidden_layers": 1}
 for changes, missing in json.load(sys.stdin):
-    print(json.dumps(races(plan_of(Path(sys.argv[1]), device="cuda", model__config=shape, **changes), missing)))
+    changes = {"model__config": shape} | changes
+    print(json.dumps(races(plan_of(Path(sys.argv[1]), device="cuda", **changes), missing)))
 """
 PREFETCHED = {"data__packing": "none", "fsdp__forward_prefetch": 1}
 OFFLOADED = {"fsdp__cpu_offload": True, "fsdp__backward_prefetch": "BACKWARD_POST"}
@@ -29,6 +31,10 @@ SHARED = {
     "parallel__context": 2, "fsdp__activation_checkpointing": "full",
     "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
 }  # fmt: skip
+KEPT = SHARED | {  # several layers: what the last one keeps is on the device anyway
+    "fsdp__activation_checkpointing": {"kind": "full", "offload": True, "keep_attention": True},
+    "model__config": SMALL | {"num_hidden_layers": 2},
+}
 
 
 def found(folder: Path, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
@@ -47,9 +53,12 @@ def test_every_access_waits_for_those_before_it_and_a_missing_wait_is_found(tmp_
         "of collectives for the computation": "new memory on stream",
     }
     planted = [(OFFLOADED if "offloaded" in wait else PREFETCHED, wait) for wait in missing]
-    free = [(changes, None) for changes in (PREFETCHED, OFFLOADED | COPIES, SHARED)]
-    *raced, prefetched, offloaded, shared = found(tmp_path, [*planted, *free])
-    assert prefetched == offloaded == shared == []
+    copies = [(KEPT, wait) for wait in missing if "collectives" in wait]
+    free = [(changes, None) for changes in (PREFETCHED, OFFLOADED | COPIES, SHARED, KEPT)]
+    *raced, after, before, prefetched, offloaded, shared, kept = found(tmp_path, [*planted, *copies, *free])
+    assert prefetched == offloaded == shared == kept == []
+    assert any("after copy_.default on stream" in race for race in after), after[:5]
+    assert any("copy_.default on stream" in race and "_varlen_attn" in race for race in before), before[:5]
     for (wait, expected), races in zip(missing.items(), raced, strict=True):
         assert any(expected in race for race in races), (wait, races[:5])
 

@@ -153,7 +153,10 @@ def test_the_copy_of_a_checkpoint_must_fit_into_host_memory(
     monkeypatch.setattr(disk, "available_memory", lambda: 1000)
     found, _ = validate(write_recipe(tmp_path), *overrides)
     space, parameters = found.levels["model"]["host"], found.levels["model"]["parameters"]
-    assert space == {"state_bytes": state * parameters, "copy_bytes": copy * parameters, "available_bytes": 1000}
+    assert space == {
+        "state_bytes": state * parameters, "copy_bytes": copy * parameters, "activation_bytes": 0,
+        "available_bytes": 1000,
+    }  # fmt: skip
     assert found.exit_code == CheckpointError.exit_code and "no space in the memory of this node" in found.problems[0]
 
 

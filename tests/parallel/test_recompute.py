@@ -1,0 +1,179 @@
+"""What layers keep for backward waits in host memory, and attention is not repeated; the numbers stay the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import largest_difference
+from support import TINY, on_ranks, write_recipe
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from fsdptrain.config.schema import Fsdp, Recomputation
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.attention import attention
+from fsdptrain.parallel import recompute as module
+from fsdptrain.parallel.offload import Offload
+from fsdptrain.parallel.recompute import Kept, recompute
+
+CPU = torch.device("cpu")
+FORMS = {
+    "full": "full",
+    "offload": {"kind": "full", "offload": True},
+    "keep_attention": {"kind": "full", "keep_attention": True},
+    "both": {"kind": "full", "offload": True, "keep_attention": True},
+}
+WITH = {  # of two ranks
+    "accumulated": ["fsdp.accumulation=hold"],
+    "shared rows": ["parallel.context=2", "adapter.kind=lora", "adapter.r=3"],
+}
+MORE = {
+    "bf16": ["fsdp.mixed_precision.param_dtype=bfloat16"],
+    "QLoRA": ["adapter.kind=qlora", "adapter.r=3"],
+    "SHARD_GRAD_OP": ["fsdp.strategy=SHARD_GRAD_OP"],
+    "HYBRID_SHARD": ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1"],
+    "NO_SHARD": ["fsdp.strategy=NO_SHARD"],
+    "weights offloaded": ["fsdp.cpu_offload=true"],
+    "by inner class": ["fsdp.wrap=[Qwen3MLP, Qwen3Attention]"],
+    "not packed": ["data.packing=none"],
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp = tmp_path_factory.mktemp("recomputed")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(Qwen3Config(**TINY, head_dim=16)).save_pretrained(tmp / "model")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
+        train__global_batch_size=8,
+    )  # fmt: skip
+
+
+def curves(recipe: Path, options: dict[str, list[str]], tmp: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    """Return what runs measure, by option and form of recomputation."""
+    variants = {
+        f"{option}/{form}": [*words, f"fsdp.activation_checkpointing={value}".replace("'", "").lower()]
+        for option, words in options.items()
+        for form, value in FORMS.items()
+    }
+    found = on_ranks(2, "shared_rows", tmp, recipe=str(recipe), variants=variants, steps=2, **how)[0]
+    return {option: {form: found[f"{option}/{form}"] for form in FORMS} for option in options}
+
+
+def test_the_curve_is_bitwise_the_same(recipe: Path, tmp_path: Path) -> None:
+    for option, forms in curves(recipe, WITH, tmp_path).items():
+        assert all(found == forms["full"] for found in forms.values()), option
+
+
+@pytest.mark.soak
+def test_the_curve_is_bitwise_the_same_with_every_option(recipe: Path, tmp_path: Path) -> None:
+    for option, forms in curves(recipe, MORE, tmp_path).items():
+        assert all(found == forms["full"] for found in forms.values()), option
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layers_compute_the_same(backend: str, recipe: Path, tmp_path: Path) -> None:
+    options = {"compiled": ["train.compile=true"], "shared rows": ["train.compile=true", "parallel.context=2"]}
+    for option, forms in curves(recipe, options, tmp_path, compiled=backend, timeout=900).items():
+        for form, found in forms.items():
+            assert max(largest_difference(found["curve"], forms["full"]["curve"])) < 1e-6, (option, form)
+
+
+class Block(nn.Module):
+    """A layer with an attention operator between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.first(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        out, _ = module._with_modes(lambda *qkv, **_: (attention(*qkv, None, 0.5), None))(heads, heads, heads)
+        result: torch.Tensor = x + self.last(out.flatten(2))
+        return result
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of an operator."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator, self.count = operator, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.operator
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equal(form: str) -> None:
+    torch.manual_seed(0)
+    layers = [Block() for _ in range(3)]
+    x, grads = torch.randn(2, 5, 8), []
+    for how in (Recomputation("none"), Fsdp(activation_checkpointing=FORMS[form]).recomputation):
+        recompute([*layers], how, CPU)
+        out = x
+        with Calls(torch.ops.fsdptrain.attention.default) as calls:
+            for layer in layers:
+                out = layer(out)
+            out.square().sum().backward()
+        grads.append([p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None])
+        for layer in layers:
+            layer.zero_grad()
+    assert calls.count == 3 * (1 if "attention" in form or form == "both" else 2)
+    assert all(map(torch.equal, *grads)) and len(grads[0]) == 12
+
+
+def test_nothing_but_the_copy_in_host_memory_is_held_until_backward() -> None:
+    layers, inputs = [Block() for _ in range(3)], list[Any]()
+    recompute([*layers], Recomputation("full", offload=True, keep_attention=True), CPU)
+    out = torch.randn(2, 5, 8)
+    for layer in layers:
+        inputs.append(weakref.ref(out))
+        out = layer(out)
+    gc.collect()
+    assert [each() for each in inputs] == [None] * 3
+    out.sum().backward()
+
+
+def test_host_memory_is_used_again_in_the_next_step() -> None:
+    offload, sizes = Offload(CPU), list[int]()
+    for _ in range(3):
+        kept = [Kept(offload, False) for _ in range(4)]
+        waiting = [each.send(torch.full((100,), float(n))) for n, each in enumerate(kept)]
+        for n, each in reversed([*enumerate(kept)]):
+            assert torch.equal(each.fetch_input(waiting[n]), torch.full((100,), float(n)))
+        del kept, waiting, each
+        sizes.append(sum(len(pieces) for pieces in offload._free.values()))
+    assert sizes == [4, 4, 4]
+
+
+def test_a_change_in_place_of_what_is_kept_is_found() -> None:
+    offload = Offload(CPU)
+    offload._free_sent = lambda: None  # type: ignore[method-assign]  # as on a GPU, which copies later
+    tensor = torch.zeros(100)
+    waiting = Kept(offload, False).send(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="what a layer keeps was changed in place"):
+        offload.fetch(waiting)
+
+
+def test_dropout_in_attention_is_refused() -> None:
+    kept = Kept(None, True)
+    with kept.contexts()[0], pytest.raises(RecipeError, match="cannot repeat the random numbers of dropout"):
+        module._with_modes(lambda *_, **__: None)(dropout=0.1)
+
+
+def test_a_layer_that_names_its_input_is_refused() -> None:
+    layer = Block()
+    recompute([layer], Recomputation("full", offload=True), CPU)
+    with pytest.raises(RecipeError, match="need layers that take their input as the first argument"):
+        layer(x=torch.randn(2, 5, 8))
