@@ -2,16 +2,17 @@
 
     python benchmarks/calibrate.py [--traces FOLDER]
 
-`published_runs.csv` holds 160 runs of llm-foundry (MPT models, FSDP, 2023; Apache-2.0, MosaicML). Each is written as a
-recipe of a GPT-2 of the same shape: tied embeddings, learned positions, an MLP of 4·H without a gate. One step of it is
-simulated at two depths, and the time of the whole depth follows on a line. One figure of a card family is fitted, on
-the rows of at most 2,048 tokens: what matrix products reach of the peak.
+`published_runs.csv` holds all 209 runs in bf16 of llm-foundry's tables (MPT models, FSDP, 2023; Apache-2.0, MosaicML):
+160 that are fitted, and 49 that are held out and never were. Each is written as a recipe of a GPT-2 of the same shape:
+tied embeddings, learned positions, an MLP of 4·H without a gate. One step of it is simulated at two depths, and the
+time of the whole depth follows on a line.
 
-Differences of software are stated factors, not fitted: FlashAttention 1 in Triton (`FLASH_1`), and for the runs of
-torchtitan its recomputation and its cards.
+Two figures are fitted: what matrix products reach of the peak, by card family, and by how much late ranks delay a
+collective. A third belongs to those runs: the rate of FlashAttention 1 in Triton, which most of them used. Large errors
+pull no more than small ones, because some runs were slowed by what no forecast knows, such as an allocator that
+retries. Other differences of software are stated: for the runs of torchtitan its recomputation and its cards.
 
-For the errors a model size is left out, the figure is fitted on the other sizes, and the rows of this size are
-forecast. Traces take about 20 minutes on one core; with `--traces` they are kept.
+Traces take about 20 minutes on one core, and the fit five; with `--traces` traces are kept.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import hashlib
 import math
 import pickle
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,11 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate.simulation import simulate
 
-FITTED_TOKENS = 2048  # longer rows are dominated by attention, whose kernel was another one
-# Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton, which llm-foundry's benchmark used, reaches in
-# forward and backward: "around 1.3-1.5× faster in the forward pass and around 2× in the backward pass" (Dao,
-# arXiv:2307.08691, section 4.1).
+# Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton reaches in forward and backward, on the A100:
+# "around 1.3-1.5× faster in the forward pass and around 2× in the backward pass" (Dao, arXiv:2307.08691, section 4.1).
 FLASH_1 = (1 / 1.4, 1 / 2)
+FLASH_1_RATE = {"H100": 1.17, "A100": 1.06}  # times these, as fitted
+LARGE = 0.03  # errors beyond it pull like this one (Huber)
 FAMILIES = {"h100-80gb": "H100", "a100-80gb": "A100", "a100-40gb": "A100"}
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -87,6 +89,7 @@ class Run:
     master: str = "float32"
     reduce: str = "float32"
     flash_1: bool = False
+    held_out: bool = False
     every_second: bool = False  # `selective` as in torchtitan, which keeps every second product
     card: Hardware | None = None  # if it is not that of the table
 
@@ -96,9 +99,28 @@ class Run:
         return max(1, self.gpus // 8)
 
     @property
-    def hardware(self) -> Hardware:
-        """The card, as far as it is published."""
-        return self.card or KNOWN[self.gpu]
+    def family(self) -> str:
+        """The chip, whose figures are fitted."""
+        return FAMILIES[self.gpu]
+
+    def hardware(self, figures: dict[str, float]) -> Hardware:
+        """Return the card, as far as it is published, with these figures and the attention kernel that was used."""
+        card = self.card or KNOWN[self.gpu]
+        shares = card.attention_share["flash"]
+        if self.flash_1:
+            rate = figures[f"{self.family} flash_1"]
+            shares = [rate * share * part for share, part in zip(shares, FLASH_1, strict=True)]
+        return dataclasses.replace(
+            card, product_share=figures[f"{self.family} product_share"], late_s=figures["late_s"],
+            attention_share={"flash": shares},
+        )  # fmt: skip
+
+    def depends_on(self, figure: str) -> bool:
+        """Return whether the forecast of this run depends on a figure."""
+        if figure == "late_s":
+            return self.nodes > 1
+        family, name = figure.split()
+        return family == self.family and (name != "flash_1" or self.flash_1)
 
     @property
     def depths(self) -> tuple[int, int]:
@@ -128,7 +150,8 @@ class Run:
             },
             "train": {
                 "steps": 1, "micro_batch_size": self.micro_batch,
-                "global_batch_size": self.micro_batch * self.gpus * self.accumulation,
+                # a trace has at most three micro-batches
+                "global_batch_size": self.micro_batch * self.gpus * min(self.accumulation, 3),
             },
             "launch": {"nproc_per_node": self.gpus // self.nodes, "nnodes": self.nodes}
             | ({"rdzv_endpoint": "host:29500"} if self.nodes > 1 else {}),
@@ -151,7 +174,8 @@ def _mpt(row: dict[str, str]) -> Run:
     step_s = micro * gpus * accumulation * seq_len / float(row["tokens_per_s"])
     return Run(
         row["model"], row["gpu"], gpus, config, int(row["layers"]), seq_len, micro, accumulation, step_s,
-        row["recompute"], row["strategy"], row["master"], row["reduce"], flash_1=True,
+        row["recompute"], row["strategy"], row["master"], row["reduce"], flash_1=row["attention"] == "flash1",
+        held_out=row["part"] == "held out",
     )  # fmt: skip
 
 
@@ -217,11 +241,12 @@ def recomputing(run: Run) -> Iterator[None]:
         shard.recompute = usual
 
 
-def traces(run: Run, number: str, folder: Path) -> list[Trace]:
-    """Simulate one step of a run at each of its depths, or read what an earlier call left in `folder`."""
+def traces(run: Run, folder: Path) -> list[Trace]:
+    """Simulate one step of a run at each of its depths, or read what an equal run left in `folder`."""
     found = []
     for depth in run.depths:
-        path = folder / f"{number}-{depth}.pickle"
+        text = yaml.safe_dump(run.recipe(depth, Path())) + run.recomputed
+        path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.pickle"
         if not path.exists():
             (folder / "text.txt").write_text("any text\n")
             recipe = folder / "recipe.yaml"
@@ -237,18 +262,19 @@ def traces(run: Run, number: str, folder: Path) -> list[Trace]:
     return found
 
 
-def forecast_s(run: Run, shallow: Sequence[Trace], hardware: Hardware) -> float:
+def forecast_s(run: Run, shallow: Sequence[Trace], figures: dict[str, float]) -> float:
     """Return the forecast seconds of a step: linear in the micro-batches beyond two, and in the layers."""
-    if run.flash_1:
-        flash_1 = [share * part for share, part in zip(hardware.attention_share["flash"], FLASH_1, strict=True)]
-        hardware = dataclasses.replace(hardware, attention_share={"flash": flash_1})
+    hardware, recompute_s = run.hardware(figures), recomputation_s(run.recompute)
+
+    def step_s(trace: Trace, micro_batches: int) -> float:
+        return replay_streams(trace.repeated(micro_batches), hardware, True, 8, recompute_s).step_s
+
     at_depth = []
     for trace in shallow:
-        two, three = (
-            replay_streams(trace.repeated(count), hardware, True, 8, recomputation_s(run.recompute)).step_s
-            for count in (2, 3)
-        )
-        at_depth.append(two + max(0, run.accumulation - 2) * (three - two))
+        seconds = step_s(trace, 2)
+        if run.accumulation > 2:
+            seconds += (run.accumulation - 2) * (step_s(trace, 3) - seconds)
+        at_depth.append(seconds)
     low, high = run.depths
     return at_depth[0] + (run.layers - low) * (at_depth[1] - at_depth[0]) / (high - low)
 
@@ -260,39 +286,56 @@ class Measured:
     run: Run
     shallow: Sequence[Trace]
 
-    def log_error(self, share: float) -> float:
-        """Return log(forecast / published) with this `product_share`."""
-        card = dataclasses.replace(self.run.hardware, product_share=share)
-        return math.log(forecast_s(self.run, self.shallow, card) / self.run.step_s)
+    def log_error(self, figures: dict[str, float]) -> float:
+        """Return log(forecast / published)."""
+        return math.log(forecast_s(self.run, self.shallow, figures) / self.run.step_s)
 
 
-def fit(rows: Sequence[Measured], share: float, rounds: int = 3) -> float:
-    """Return the `product_share` with the least squared log errors, by Gauss-Newton steps on its logarithm."""
+def figures_as_set() -> dict[str, float]:
+    """Return the figures that are fitted, as `plan.hardware` and this file have them."""
+    cards = {family: KNOWN[name] for name, family in FAMILIES.items()}
+    shares = {f"{family} product_share": card.product_share for family, card in cards.items()}
+    rates = {f"{family} flash_1": rate for family, rate in FLASH_1_RATE.items()}
+    return shares | rates | {"late_s": KNOWN["h100-80gb"].late_s}
+
+
+def fit(rows: Sequence[Measured], figures: dict[str, float], rounds: int = 3) -> dict[str, float]:
+    """Return the figures with the least log errors (Huber), by Gauss-Newton steps on the logarithms of figures."""
     for _ in range(rounds):
-        errors, moved = (np.array([row.log_error(share * by) for row in rows]) for by in (1.0, 1.05))
-        slopes = (moved - errors) / math.log(1.05)
-        share *= math.exp(np.clip(-(slopes @ errors) / (slopes @ slopes), -0.5, 0.5))
-    return share
+        errors = np.array([row.log_error(figures) for row in rows])
+        slopes = np.zeros((len(rows), len(figures)))
+        for column, (name, value) in enumerate(figures.items()):
+            for i, row in enumerate(rows):
+                if row.run.depends_on(name):
+                    moved = row.log_error(figures | {name: value * 1.05})
+                    slopes[i, column] = (moved - errors[i]) / math.log(1.05)
+        weights = np.sqrt(np.minimum(1.0, LARGE / np.maximum(np.abs(errors), 1e-9)))
+        steps = np.linalg.lstsq(slopes * weights[:, None], -errors * weights)[0]
+        changes = np.exp(np.clip(steps, -0.5, 0.5))
+        figures = {name: value * change for (name, value), change in zip(figures.items(), changes, strict=True)}
+    return figures
 
 
-def cross_validated(rows: Sequence[Measured], fitted: float) -> dict[Measured, float]:
-    """Return the relative error of each row by a share that was fitted without any row of its model's size."""
-    errors: dict[Measured, float] = {}
-    for name in sorted({row.run.name for row in rows}):
-        others = [row for row in rows if row.run.name != name and row.run.seq_len <= FITTED_TOKENS]
-        share = fit(others, fitted, rounds=2)
-        errors |= {row: math.exp(row.log_error(share)) - 1 for row in rows if row.run.name == name}
-    return errors
-
-
-def summary(errors: Iterable[float], spread: float) -> str:
-    """Return a row of the table: count, median absolute error, bias, share within the printed range, worst."""
+def summary(errors: Iterable[float]) -> str:
+    """Return a row of the table: count, median absolute error, bias, shares within ranges, worst."""
     listed = list(errors)
-    inside = sum(abs(1 / (1 + error) - 1) <= spread for error in listed)  # the range is around the forecast
+    off = [abs(1 / (1 + error) - 1) for error in listed]  # a range is around the forecast
+    inside = (f"{sum(each <= spread for each in off)} of {len(off)}" for spread in (0.05, 0.1, 0.2))
     return (
-        f"{len(listed)} | {statistics.median(map(abs, listed)):.1%} | {statistics.median(listed):+.1%} | "
-        f"{inside / len(listed):.0%} | {max(listed, key=abs):+.0%}"
+        f"{statistics.median(map(abs, listed)):.1%} | {statistics.median(listed):+.1%} | {' | '.join(inside)} | "
+        f"{max(listed, key=abs):+.0%}"
     )
+
+
+CLASSES: dict[str, Callable[[Run], bool]] = {
+    "all": lambda run: True,
+    "H100": lambda run: run.family == "H100",
+    "A100": lambda run: run.family == "A100",
+    "up to 4,096 tokens": lambda run: run.seq_len <= 4096,
+    "longer": lambda run: run.seq_len > 4096,
+    "128 to 512 GPUs": lambda run: run.gpus >= 128,
+    "below 1 billion parameters": lambda run: run.name in ("mpt-125m", "mpt-350m", "mpt-760m"),
+}
 
 
 def main() -> None:
@@ -303,37 +346,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.traces or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [Measured(run, traces(run, str(i), folder)) for i, run in enumerate(published_runs())]
-        field = [Measured(run, traces(run, f"field-{i}", folder)) for i, run in enumerate(field_runs())]
-    shares: dict[str, float] = {}
-    print("| rows | runs | median error | bias | inside the printed range | worst |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for family in dict.fromkeys(FAMILIES.values()):
-        mine = [row for row in rows if FAMILIES[row.run.gpu] == family]
-        short = [row for row in mine if row.run.seq_len <= FITTED_TOKENS]
-        card = KNOWN[next(name for name, kind in FAMILIES.items() if kind == family)]
-        shares[family] = fit(short, card.product_share)
-        fitted = [math.exp(row.log_error(shares[family])) - 1 for row in short]
-        found = cross_validated(mine, shares[family])
-        left_out = [error for row, error in found.items() if row.run.seq_len <= FITTED_TOKENS]
-        longer = [error for row, error in found.items() if row.run.seq_len > FITTED_TOKENS]
-        as_set = [math.exp(row.log_error(card.product_share)) - 1 for row in mine]
-        for what, errors in (
-            (f"up to {FITTED_TOKENS} tokens, fitted", fitted),
-            (f"up to {FITTED_TOKENS} tokens, size left out", left_out),
-            ("longer, size left out", longer),
-            ("all, size left out", list(found.values())),
-            ("all, with the figure of `plan.hardware`", as_set),
-        ):
-            if errors:
-                print(f"| {family}, {what} | {summary(errors, card.spread)} |")
-    print()
-    for family, share in shares.items():
-        print(f"{family}: product_share {share:.3f}")
+        rows = [Measured(run, traces(run, folder)) for run in published_runs()]
+        field = [Measured(run, traces(run, folder)) for run in field_runs()]
+    figures = figures_as_set()
+    fitted = fit([row for row in rows if not row.run.held_out], figures)
+    print(*(f"{name}: fitted {value:.3g}, set {figures[name]:.3g}" for name, value in fitted.items()), sep="\n")
+    print("\n| runs | number | median error | bias | within 5% | 10% | 20% | worst |" + "\n|" + " --- |" * 8)
+    errors = [(row.run, math.expm1(row.log_error(figures))) for row in rows]
+    for part in (True, False):
+        for name, belongs in CLASSES.items():
+            if found := [error for run, error in errors if run.held_out == part and belongs(run)]:
+                print(f"| {'held out' if part else 'fitted'}, {name} | {len(found)} | {summary(found)} |")
     print("\n| published run, not fitted | published | forecast | error |\n| --- | --- | --- | --- |")
     for row in field:
         run, tokens = row.run, row.run.seq_len * row.run.micro_batch
-        seconds = forecast_s(run, row.shallow, run.hardware)
+        seconds = forecast_s(run, row.shallow, figures)
         print(
             f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed} | "
             f"{tokens / run.step_s:,.0f} tok/s | {tokens / seconds:,.0f} | {run.step_s / seconds - 1:+.0%} |"

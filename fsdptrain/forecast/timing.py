@@ -16,7 +16,6 @@ from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Mom
 from fsdptrain.plan.hardware import Hardware
 
 LATENCY_S = 20e-6  # of every collective
-HOP_S = 1.5e-6  # added for every rank of the ring
 IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
 
 # The host's seconds that recomputation adds to the backward of a layer: torch's hooks for each saved tensor and, if
@@ -53,7 +52,8 @@ def replay_streams(
     """Time the events; `half`: matrix products run in bf16; `recompute_s` are the host's seconds a unit in backward.
 
     The host launches kernels and collectives in program order. A device stream runs them one after another, at the
-    earliest when they are launched. On a CPU the host itself computes and communicates.
+    earliest when they are launched. On a CPU the host itself computes and communicates. In a collective between nodes
+    each rank waits for the latest one, which delays all that follows: no compute hides that.
     """
     timing = Timing()
     clock: dict[int, float] = defaultdict(float)  # stream → seconds at which it is free
@@ -62,7 +62,7 @@ def replay_streams(
     link: dict[bool, float] = defaultdict(float)
     event_s: dict[int, float] = {}  # event → seconds at which it happens
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
-    host = 0.0
+    host = late = 0.0
     for event in events:
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
@@ -85,6 +85,7 @@ def replay_streams(
                 continue
             host += hardware.hook_s
             crosses = _nodes(event, ranks_per_node) > 1
+            late += crosses * hardware.late_s * len(event.ranks)
             start = max(clock[event.stream], link[crosses], host)
             clock[event.stream] = link[crosses] = start + seconds
             collectives.append((start, start + seconds))
@@ -96,7 +97,7 @@ def replay_streams(
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
         elif isinstance(event, Synchronize):
             host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])
-    timing.step_s = max([host, *clock.values()])
+    timing.step_s = max([host, *clock.values()]) + late
     if hardware.is_cpu:
         timing.compute_s = timing.host_s
     return timing
@@ -149,7 +150,7 @@ def collective_s(collective: Collective, hardware: Hardware, ranks_per_node: int
     sent = ring_bytes(collective.kind, collective.size, ranks)
     inside = sent / hardware.intra_bw if ranks > nodes else 0.0
     between = sent * network_share(ranks, nodes) / hardware.inter_bw
-    return max(inside, between) + LATENCY_S + HOP_S * ranks
+    return max(inside, between) + LATENCY_S
 
 
 def _nodes(collective: Collective, ranks_per_node: int) -> int:

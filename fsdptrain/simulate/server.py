@@ -27,7 +27,7 @@ from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.gpus import is_expandable
-from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
@@ -157,17 +157,42 @@ def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_fl
     events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
     timed = timing.replay_streams(events, hardware, half, ranks, recompute_s)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
+    spread, basis = hardware.spread, hardware.basis
+    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace)):
+        spread, basis = spread + BEYOND_RUNS, f"{basis}, but none {differs}"
     return {
         "flops": timed.flops,
         "step_s": timed.step_s,
-        "step_s_range": [timed.step_s * (1 - hardware.spread), timed.step_s * (1 + hardware.spread)],
-        "time_basis": hardware.basis,
+        "step_s_range": [timed.step_s * (1 - spread), timed.step_s * (1 + spread)],
+        "time_basis": basis,
         "compute_s": timed.compute_s,
         "communication_s": timed.communication_s,
         "exposed_s": timed.exposed_s,
         "tokens_per_s": tokens / timed.step_s,
         "mfu": useful_flops / (timed.step_s * peak),
     }
+
+
+def beyond_runs(plan: Plan, trace: Trace) -> str:
+    """Return how a plan differs from all published runs that the times of cards are calibrated on; "" if it does not.
+
+    docs/calibration.md has the errors of these runs.
+    """
+    recipe = plan.recipe
+    return " or ".join(
+        what
+        for what, differs in (
+            ("on more than 512 GPUs", plan.topology.world_size > 512),
+            ("with rows of more than 8,192 tokens", recipe.data.seq_len > 8192),
+            ("with micro-batches of less than 4,096 tokens", recipe.train.micro_batch_size * plan.tokens_of_row < 4096),
+            ("with experts", any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))),
+            ("with frozen weights", plan.freezes),
+            ("with offloading", recipe.fsdp.cpu_offload),
+            ("in float8", recipe.train.float8 is not None),
+            ("in float32", recipe.fsdp.mixed_precision.param_dtype == "float32"),
+        )
+        if differs
+    )
 
 
 class Models:

@@ -28,13 +28,14 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import measured
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.measured import ForecastComparison
-from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
-from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.forecast.timing import LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
+from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
 from fsdptrain.model.config import load_config
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import topology_of
+from fsdptrain.simulate.server import time_of
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
@@ -104,6 +105,32 @@ def test_a_card_says_what_its_times_are_based_on() -> None:
     assert custom.basis == bases["l4-24gb"][0] and custom.spread == bases["l4-24gb"][1]
 
 
+def test_the_range_is_wider_where_no_published_run_is_like_the_plan(tmp_path: Path) -> None:
+    def range_of(card: str, world: int = 8, product: str = "mm", **changes: Any) -> tuple[float, str]:
+        usual = {"data__seq_len": 4096, "train__micro_batch_size": 1, "fsdp__mixed_precision__param_dtype": "bfloat16"}
+        batch = {"train__global_batch_size": world * {**usual, **changes}["train__micro_batch_size"]}
+        plan = plan_of(tmp_path, world, world // 8, "cuda", **(usual | batch | changes))
+        found = time_of(plan, Trace([], [Kernel(product, BUSY, 0, 0, 0)]), KNOWN[card], 1, 1.0)
+        low, high = (seconds / found["step_s"] for seconds in found["step_s_range"])
+        assert math.isclose(low + high, 2)
+        return round(high - 1, 3), found["time_basis"]
+
+    for name in ("h100-80gb", "a100-80gb"):
+        assert range_of(name) == range_of(name, 512) == (0.1, CALIBRATED)
+    assert range_of("h200-141gb", data__seq_len=8192)[0] == 0.25
+    for differs, world, changes in (
+        ("on more than 512 GPUs", 520, {}),
+        ("with rows of more than 8,192 tokens", 8, {"data__seq_len": 8200}),
+        ("with micro-batches of less than 4,096 tokens", 8, {"data__seq_len": 2048}),
+        ("with experts", 8, {"product": "_grouped_mm"}),
+        ("with offloading", 8, {"fsdp__cpu_offload": True}),
+        ("in float32", 8, {"fsdp__mixed_precision__param_dtype": "float32"}),
+    ):
+        assert range_of("h100-80gb", world, **changes) == (0.2, f"{CALIBRATED}, but none {differs}")
+        assert range_of("h200-141gb", world, **changes)[0] == 0.35
+        assert range_of("b200-192gb", world, **changes) == range_of("b200-192gb"), "an estimate as it is"
+
+
 def test_a_count_must_fill_whole_nodes() -> None:
     topology = topology_of(Recipe(), 64, H100)
     assert (topology.nnodes, topology.nproc_per_node, topology.device) == (8, 8, "cuda")
@@ -167,8 +194,9 @@ def test_a_collective_on_its_own_stream_overlaps_with_compute() -> None:
 def test_collectives_on_the_same_links_do_not_overlap() -> None:
     def together(first: tuple[int, ...], second: tuple[int, ...]) -> float:
         pair = [Collective("all-gather", first, 10**9, 1), Collective("reduce-scatter", second, 10**9, 2)]
-        return replay_streams(pair, H100, half=True, ranks_per_node=8).step_s - H100.hook_s
+        return replay_streams(pair, punctual, half=True, ranks_per_node=8).step_s - H100.hook_s
 
+    punctual = dataclasses.replace(H100, late_s=0.0)
     inside, across = (collective_s(Collective("all-gather", (0, n), 10**9, 1), H100, 8) for n in (1, 8))
     assert math.isclose(together((0, 1), (0, 1)), 2 * inside)
     assert math.isclose(together((0, 1), (0, 2)), 2 * inside), "two groups share the links of a card"
@@ -176,10 +204,25 @@ def test_collectives_on_the_same_links_do_not_overlap() -> None:
     assert math.isclose(together((0, 8), (0, 1)), across), "but these have links of their own"
 
 
+def test_late_ranks_delay_a_step_for_each_collective_between_nodes() -> None:
+    def delay(ranks: tuple[int, ...], hidden: int) -> float:
+        events = [*[Collective("all-gather", ranks, 10**6, stream=1)] * 3, Kernel("mm", hidden * BUSY, 0, 0, stream=0)]
+        steps = [
+            replay_streams(events, dataclasses.replace(H100, late_s=late_s), half=True, ranks_per_node=8).step_s
+            for late_s in (0.0, 1e-3)
+        ]
+        return steps[1] - steps[0]
+
+    assert delay(tuple(range(8)), hidden=0) == 0
+    for hidden in (0, 1000):  # compute does not hide it
+        assert math.isclose(delay(tuple(range(16)), hidden), 3 * 16e-3)
+        assert math.isclose(delay((0, 8), hidden), 3 * 2e-3)
+
+
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
     def bare(ranks: range, kind: Any = "all-gather", hardware: Hardware = H100) -> float:
         seconds = collective_s(Collective(kind, tuple(ranks), 8 * 10**9, 0), hardware, 8)
-        return seconds - LATENCY_S - HOP_S * len(ranks)
+        return seconds - LATENCY_S
 
     assert math.isclose(bare(range(8)), 7e9 / H100.intra_bw)
     assert math.isclose(bare(range(0, 64, 8)), 7e9 / H100.inter_bw)  # one rank on each node: its own network card
