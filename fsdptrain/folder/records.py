@@ -93,8 +93,8 @@ EVENTS = {
             "device_memory_bytes": COUNT, "baseline_memory_bytes": COUNT,
         },
         {
-            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "hosts": TEXTS, "data": OBJECT, "notes": TEXTS,
-            "torch": TEXT, "transformers": TEXT,
+            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "flash": TEXT, "hosts": TEXTS, "data": OBJECT,
+            "notes": TEXTS, "torch": TEXT, "transformers": TEXT,
             "data_notes": TEXTS, "dtype_note": TEXT, "quantisation_note": TEXT, "attention_note": TEXT,  # now `notes`
         },
         trains=True,

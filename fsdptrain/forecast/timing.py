@@ -124,13 +124,18 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
         return kernel.moved / hardware.host_bw
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
     arithmetic = kernel.flops / (hardware.flops if half else hardware.flops32)
-    if "attention" in kernel.name or "varlen" in kernel.name:
+    if is_attention(kernel):
         return max(arithmetic / _attention_share(kernel.name, hardware), memory)
     arithmetic /= hardware.product_share
     if kernel.name in FLOAT8 and not hardware.is_cpu:  # which emulates it
         rate, traffic = FLOAT8[kernel.name]
         arithmetic, memory = arithmetic / rate, memory * traffic
     return max(arithmetic, memory) if hardware.is_cpu else arithmetic + memory
+
+
+def is_attention(kernel: Kernel) -> bool:
+    """Return whether an operator computes attention, forward or backward, in one kernel."""
+    return "attention" in kernel.name or "varlen" in kernel.name
 
 
 def _attention_share(name: str, hardware: Hardware) -> float:

@@ -19,8 +19,10 @@ from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.forecaster import Forecast
-from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
+from fsdptrain.model import varlen
 from fsdptrain.model.config import load_config
+from fsdptrain.model.flash import recommendation
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
@@ -31,19 +33,23 @@ from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
+from fsdptrain.simulate.kernels import attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
 
 
 def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
-    # The engine runs on fake tensors: leave out what cannot run on them, and say so.
     notes = []
     plan = models.with_kernel(plan, hardware)
+    # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
     kernel = plan.recipe.model.attn_implementation
+    flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
-        notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+    card = hardware
+    if flash is not None and not hardware.is_cpu:
+        hardware = hardware.with_attention(flash)
     model = models.skeleton(plan)
     weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
@@ -58,8 +64,6 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
     trace = simulate(plan, models.config, pretend, hardware)
-    if kernel == "sdpa" and any("_cudnn_" in event.name for event in trace.events if isinstance(event, Kernel)):
-        notes.append(f"attention is computed by cuDNN, which torch prefers on {hardware.name}")
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
@@ -67,10 +71,15 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
+    time = time_of(plan, trace, hardware, tokens, useful_flops)
+    if kernel == varlen.NAME and (name := card.faster_flash):
+        faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
+        notes.append(f"{recommendation(name)} (forecast: {faster:.3g} s a step for {time['step_s']:.3g} s)")
     return Forecast(
         **memory_of(trace, device, hardware),
         **communication(plan, trace, Counts.of(weights)),
-        **time_of(plan, trace, hardware, tokens, useful_flops),
+        **time,
+        attention="" if hardware.is_cpu else " and ".join(attention_kernels(trace.events, flash or "flash")),
         model_flops=useful_flops,
         hardware=hardware.name,
         method="pretended accelerator" if pretend else "fake CPU",

@@ -224,6 +224,19 @@ def test_an_attention_kernel_has_its_own_rate(name: str, kind: str, way: int) ->
         assert math.isclose(kernel_s(Kernel(name, BUSY, 0, 0, 0), other, half=True), flash)
 
 
+@pytest.mark.parametrize("name", ["_varlen_attn", "_scaled_dot_product_flash_attention"])
+def test_flash_operators_take_the_rate_of_the_kernel_behind_them(name: str) -> None:
+    for kernel, shares in H100.attention_share.items():
+        for way, suffix in enumerate(("", "_backward")):
+            found = kernel_s(Kernel(name + suffix, BUSY, 0, 0, 0), H100.with_attention(kernel), half=True)
+            assert math.isclose(found, BUSY / (H100.flops * shares[way]))
+    assert not H100.with_attention("flash").prefers_cudnn  # flash_attention_2 is never cuDNN
+    custom = parse_hardware("memory=80e9,flops=1e15,intra_bw=3e11,inter_bw=5e10").hardware
+    assert (H100.faster_flash, KNOWN["b200-192gb"].faster_flash) == ("FA3", "FA4")
+    for other in (KNOWN["a100-80gb"], dataclasses.replace(H100, flash="FA3"), custom):
+        assert other.faster_flash is None
+
+
 def test_recomputation_takes_time_of_the_host() -> None:
     events = [Moment("backward of layers.0"), Kernel("mm", 1, 1, 0, 0)]
     alone, more = (replay_streams(events, H100, True, 8, extra).step_s for extra in (0.0, 1e-3))

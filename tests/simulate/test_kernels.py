@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 
 from fsdptrain.forecast.trace import Kernel
-from fsdptrain.model import varlen
+from fsdptrain.model import flash, varlen
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.simulate.server import Models, estimate
@@ -114,10 +116,31 @@ def _check_step_on_hopper(folder: Path) -> None:
     trace = simulate(plan, config, pretend=True, card=H100)
     names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
-    assert (
-        "attention is computed by cuDNN, which torch prefers on h100-80gb" in estimate(plan, models, H100, True).notes
-    )
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
+    assert estimate(plan, models, H100, True).attention == "cuDNN"
+    _check_rates(plan, models)
+
+
+def _check_rates(plan: Plan, models: Models) -> None:
+    """Each kernel that a recipe or an installed package chooses computes at its own rate."""
+    packed = varied(plan, {"data.packing": "concat", "data.seq_len": 512})  # more arithmetic than memory
+    found = {}
+    for kernel, card in {
+        "varlen": H100, "FA3": dataclasses.replace(H100, flash="FA3"), "flash_attention_2": H100,
+        "flex_attention": H100,
+    }.items():  # fmt: skip
+        named = kernel if kernel in ("flash_attention_2", "flex_attention") else "auto"
+        of = varied(packed, {"model.attn_implementation": named, "train.micro_batch_size": 1})
+        found[kernel] = estimate(of, models, card, True)
+    assert {name: each.attention for name, each in found.items()} == {
+        "varlen": "FlashAttention 2", "FA3": "FlashAttention 3", "flash_attention_2": "FlashAttention 2",
+        "flex_attention": "flex_attention",
+    }  # fmt: skip
+    [note] = [note for note in found["varlen"].notes if "FlashAttention 3 is faster" in note]
+    assert flash.INSTALL["FA3"] in note and f"{found['FA3'].step_s:.3g} s a step for" in note
+    assert found["FA3"].compute_s < found["varlen"].compute_s
+    assert found["flex_attention"].compute_s < found["flash_attention_2"].compute_s
+    assert not any("faster" in note for name, each in found.items() if name != "varlen" for note in each.notes)
 
 
 def test_a_step_on_hopper_uses_cudnn_and_has_the_workspaces_of_cublas(tmp_path: Path) -> None:
