@@ -37,6 +37,8 @@ from fsdptrain.simulate.kernels import attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
 
+SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/calibration.md
+
 
 def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
@@ -70,6 +72,8 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
+    if plan.recipe.fsdp.symmetric_memory:
+        notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     time = time_of(plan, trace, hardware, tokens, useful_flops)
     if kernel == varlen.NAME and (name := card.faster_flash):
@@ -126,7 +130,7 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
     granularity = block_bytes(hardware)
     top = ledger.peak(trace, device, granularity)
-    groups = {e.ranks for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
+    groups = {(e.ranks, e.apart) for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
     overhead = hardware.context + hardware.communicator * len(groups)
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False

@@ -224,6 +224,27 @@ def test_an_attention_kernel_has_its_own_rate(name: str, kind: str, way: int) ->
         assert math.isclose(kernel_s(Kernel(name, BUSY, 0, 0, 0), other, half=True), flash)
 
 
+def test_a_reduction_in_a_group_of_its_own_shares_the_links_with_a_gather() -> None:
+    """Issued first and twice as long, it takes as much longer as the gather beside it, which need not wait for it."""
+    ranks = tuple(range(8))
+    small, large = (collective_s(Collective("all-gather", ranks, n * 10**10, 1), H100, 8) for n in (1, 2))
+
+    card = dataclasses.replace(H100, hook_s=0.0, launch_s=0.0, contention=0.0)
+    work = Kernel("mm", 10**17, 0, 0, 0)  # longer than both
+
+    def end(event: int, apart: bool) -> float:
+        """Return when work begins that waits for one of them."""
+        reduction, gather = (
+            Collective("reduce-scatter", ranks, 2 * 10**10, 2, apart),
+            Collective("all-gather", ranks, 10**10, 1),
+        )
+        issued = [reduction, RecordEvent(2, 2), gather, RecordEvent(1, 1), WaitEvent(event, 0), work]
+        return replay_streams(issued, card, True, 8).step_s - kernel_s(work, card, True)
+
+    assert end(1, apart=False) == pytest.approx(large + small) and end(2, apart=False) == pytest.approx(large)
+    assert end(1, apart=True) == pytest.approx(2 * small) and end(2, apart=True) == pytest.approx(large + small)
+
+
 @pytest.mark.parametrize("name", ["_varlen_attn", "_scaled_dot_product_flash_attention"])
 def test_flash_operators_take_the_rate_of_the_kernel_behind_them(name: str) -> None:
     for kernel, shares in H100.attention_share.items():
