@@ -30,7 +30,6 @@ from fsdptrain.config.names import (
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.reflection import all_fields, all_paths, flat, json_schema, key_of, needs_of, section_of, value_at
-from fsdptrain.config.rules import NCCL_KEYS
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.values import accepts
 from fsdptrain.errors import Problem, RecipeError
@@ -840,10 +839,6 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "SHARD_GRAD_OP, only with HYBRID_SHARD or",
         ),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "NO_SHARD, only with HYBRID_SHARD or"),
-        *(
-            (["fsdp.strategy=NO_SHARD", f"{path}=true"], path, "no effect with fsdp.strategy: NO_SHARD, only with FULL")
-            for path in NCCL_KEYS
-        ),
         (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (
             ["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"],

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
@@ -116,6 +117,10 @@ def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list
     ]
 
 
+needs_2_13 = pytest.mark.skipif(not hasattr(FSDPModule, "set_symm_mem_for_comm"), reason="torch 2.13 and newer")
+
+
+@needs_2_13
 def test_reductions_in_a_group_of_their_own_give_the_same(
     recipe: Path, logs: dict[str, list[str]], inspected: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -130,6 +135,7 @@ def test_reductions_in_a_group_of_their_own_give_the_same(
         assert sorted(found["named"]) == sorted(logs["none, recorded"])
 
 
+@needs_2_13
 @pytest.mark.parametrize("own_group", [False, True])
 def test_buffers_in_symmetric_memory_are_set_before_collectives_get_names(own_group: bool, recipe: Path) -> None:
     """By torch's own functions, which refuse other orders, on a fake group: only NCCL is replaced."""

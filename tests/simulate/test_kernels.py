@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import config_of, plan_of
+from simulated import SMALL, config_of, plan_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import flop_counter
 
 from fsdptrain.forecast.trace import SYMMETRIC, Alloc, Kernel
@@ -107,7 +108,13 @@ def test_flops_need_no_formula_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _check_step_on_hopper(folder: Path) -> None:
-    changes = {"data__packing": "none", "fsdp__mixed_precision": {}, "train__global_batch_size": 16}
+    one_layer = SMALL | {"num_hidden_layers": 1}
+    changes = {
+        "model__config": one_layer,
+        "data__packing": "none",
+        "fsdp__mixed_precision": {},
+        "train__global_batch_size": 16,
+    }
     plan = plan_of(folder, 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
     config = config_of(plan)
     models = Models(config)
@@ -119,7 +126,8 @@ def _check_step_on_hopper(folder: Path) -> None:
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
     assert estimate(plan, models, H100, True).attention == "cuDNN"
     _check_rates(plan, models)
-    _check_keys_of_nccl(plan, models)
+    if hasattr(FSDPModule, "set_symm_mem_for_comm"):  # since torch 2.13
+        _check_keys_of_nccl(plan, models)
 
 
 def _check_keys_of_nccl(plan: Plan, models: Models) -> None:
