@@ -114,7 +114,7 @@ def test_keys_of_nccl_are_refused_where_they_have_no_effect(
         assert not reason or reason in found[0][1]
     hybrid = load(write_recipe(tmp_path), [f"{path}=true", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1"])
     assert path in [problem.field for problem in draft_plan(hybrid, Topology("cuda", 1, 8))[1]]
-    with pytest.raises(RecipeError, match="has no effect with fsdp.strategy: NO_SHARD, only with FULL_SHARD"):
+    with pytest.raises(RecipeError, match=r"has no effect with fsdp\.strategy: NO_SHARD, only with FULL_SHARD"):
         load(write_recipe(tmp_path), [f"{path}=true", "fsdp.strategy=NO_SHARD"])
     monkeypatch.setattr(rules, "version", lambda library: "2.11.0")
     with pytest.raises(RecipeError, match=r"needs torch 2\.13 or newer, and 2\.11\.0 is installed: remove it"):
