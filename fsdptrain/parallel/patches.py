@@ -132,8 +132,8 @@ def collective_of(frame: FrameType) -> str | None:
     return f"{collective} of {_unit_of(group)}"
 
 
-Kind = Literal["all-gather", "reduction"]
-KINDS: dict[Kind, tuple[str, ...]] = {
+CollectiveKind = Literal["all-gather", "reduction"]
+KINDS: dict[CollectiveKind, tuple[str, ...]] = {
     "all-gather": ("all-gather",),
     "reduction": ("reduce-scatter", "all-to-all", "all-reduce"),
 }
@@ -146,7 +146,7 @@ class Issued(NamedTuple):
 
     group: str
     number: int
-    kind: Kind
+    kind: CollectiveKind
     unit: str
 
 
@@ -160,7 +160,7 @@ class NamedComm:
     this one: the next number of that group is noted when the buffers of a reduction are allocated.
     """
 
-    def __init__(self, comm: Any, kind: Kind, unit: str, copies: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, comm: Any, kind: CollectiveKind, unit: str, copies: dist.ProcessGroup | None = None) -> None:
         self._comm, self._kind, self.unit, self._copies = comm, kind, unit, copies
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -186,7 +186,7 @@ class NamedComm:
                 ISSUED.append(issued)
 
 
-def wrap_communications(model: nn.Module, wrap: Callable[[Any, Kind, str], Any]) -> None:
+def wrap_communications(model: nn.Module, wrap: Callable[[Any, CollectiveKind, str], Any]) -> None:
     """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`.
 
     `set_symm_mem_for_comm` comes before: FSDP2 refuses it for a communication that was replaced.
