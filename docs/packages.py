@@ -6,6 +6,8 @@ python docs/packages.py          # prints the graph; docs/architecture.md has a 
 from __future__ import annotations
 
 import ast
+import itertools
+import operator
 from collections import Counter
 from pathlib import Path
 
@@ -31,7 +33,11 @@ def package_of(parts: tuple[str, ...]) -> str:
 def graph() -> str:
     """Return the graph without the top level, which every package imports."""
     edges = sorted(pair for pair in imports() if "top" not in pair)
-    return "\n".join(["```mermaid", "graph TD", *(f"  {home} --> {other}" for home, other in edges), "```"])
+    rows = [
+        f"  {home} --> {' & '.join(other for _, other in group)}"
+        for home, group in itertools.groupby(edges, key=operator.itemgetter(0))
+    ]
+    return "\n".join(["```mermaid", "graph TD", *rows, "```"])
 
 
 if __name__ == "__main__":

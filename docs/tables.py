@@ -6,6 +6,7 @@ python docs/tables.py            # replaces the end of each document in ENDS; a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,26 @@ from fsdptrain.folder.records import EVENTS, EventKind
 
 
 def names() -> str:
-    """Return what replaces the names and values of other tools: names with a key here, those with none, and values."""
-    with_key, without = [], []
+    """Return what replaces the names and values of other tools: names with a key, those without effect, the rest."""
+    with_key, needless, without = [], [], []
     for text, names in FOREIGN_NAMES.items():
         key = leading_key(text)
         here = text.removeprefix(key or "").replace(TABLES, "this document")
-        row = f"| {quoted(names.split())} | {f'`{key}`' if key else ''}{here} |"
-        (with_key if key else without).append(row)
+        why = re.sub("[:;] delete the line$|^not supported: ", "", here)
+        row = f"| {quoted(names.split())} | {f'`{key}`{here}' if key else why} |"
+        (with_key if key else needless if here.endswith("delete the line") else without).append(row)
     values = [f"| `{key}` | {'; '.join(value_pairs(pairs))} |" for key, pairs in FOREIGN_VALUES.items()]
     return f"""## Names
 
 {table("elsewhere | here", with_key)}
 
-No key replaces these:
+Delete these:
 
-{table("elsewhere | here", without)}
+{table("elsewhere | why", needless)}
+
+Not supported, unless the table says otherwise:
+
+{table("elsewhere | why, and what to use instead", without)}
 
 ## Values
 

@@ -20,7 +20,10 @@ RELIES_ON: dict[str, dict[str, str]] = {
     "huggingface_hub.constants.is_offline_mode": {"34319ec8b56a": "2.4.0"},  # by `go_offline`
     "transformers.utils.hub.cached_files": {"fdf3cdfc7397": "5.23.0"},  # by `cached_file_or_none`: a private keyword
     # by `templates_on`: its function `strftime_now` calls `datetime.now()`, with the module's `datetime`.
-    "transformers.utils.chat_template_utils._cached_compile_jinja_template": {"37d56e4136fe": "5.23.0"},
+    "transformers.utils.chat_template_utils._cached_compile_jinja_template": {
+        "37d56e4136fe": "5.23.0",
+        "fd2303258122": "5.24.0",
+    },
 }
 
 

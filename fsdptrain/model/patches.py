@@ -33,7 +33,7 @@ RELIES_ON = {
     "transformers.PreTrainedModel._supports_flash_attn": {"60a33e6cf515": "5.23.0"},
     # by units and init,
     "transformers.PreTrainedModel._no_split_modules": {"dc937b598926": "5.23.0"},
-    "transformers.PreTrainedModel._init_weights": {"a315e7d7cb00": "5.23.0"},
+    "transformers.PreTrainedModel._init_weights": {"a315e7d7cb00": "5.23.0", "2f3d605374c4": "5.24.0"},
     # by nf4,
     "transformers.quantizers.base.get_keys_to_not_convert": {"bc4c98efba06": "5.23.0"},
     # by attention.
@@ -46,7 +46,7 @@ RELIES_ON = {
     },
     "torch.ops.torch_attn._varlen_attn_backward.default": {"e39279965701": "2.11.0 2.13.0", "3aa89126d8b1": "2.15.0"},
     # which transformers calls without a mask, because it has no mask function.
-    "transformers.masking_utils._preprocess_mask_arguments": {"df23eb733c6e": "5.23.0"},
+    "transformers.masking_utils._preprocess_mask_arguments": {"df23eb733c6e": "5.23.0", "606823244fa4": "5.24.0"},
 }
 
 

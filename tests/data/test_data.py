@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from filelock import FileLock
 from forks import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import parse
 from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -730,13 +732,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {}, "gpt_neox": {}, "gpt_oss": {"head_dim": 8, **MOE, **WIDE}, "opt": {"ffn_dim": 48, "dropout": 0.0},
     "falcon": {}, "bloom": {},
 }  # fmt: skip
-ONE_KERNEL = {"gemma2", "gpt_oss", "bloom"}  # transformers 5.23 has no sdpa for these
+ONE_KERNEL = {"gemma2", "gpt_oss", "bloom"}  # transformers 5.24 has no sdpa for these
 UNSEPARATED = {
-    "gpt_oss": "transformers 5.23 passes no position_ids to the mask: documents of a sequence attend to each other",
+    "gpt_oss": "transformers 5.24 passes no position_ids to the mask: documents of a sequence attend to each other",
     "opt": "its attention mask ignores position_ids: documents of a sequence attend to each other",
-    "falcon": "its attention mask ignores position_ids: documents of a sequence attend to each other",
     "bloom": "ALiBi, and a mask that ignores position_ids: documents of a sequence attend to each other",
 }
+if parse(transformers.__version__) < parse("5.24"):
+    UNSEPARATED["falcon"] = "its attention mask ignores position_ids: documents of a sequence attend to each other"
 
 
 def architectures() -> Iterator[Any]:

@@ -123,7 +123,7 @@ def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, ch
     plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
     full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
     forecast = peak(on_fake(plan), HOST)
-    # Up to 90 KB are missing at any size of the model, and without adapters too (see docs/log.md): 0.5% of this small
+    # Up to 90 KB are missing at any size of the model, and without adapters too: 0.5% of this small
     # one, at most 0.15% with 25 million parameters.
     assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3, abs_tol=2**17)
     assert forecast.by_category["optimizer state"] < 0.1 * full.by_category["optimizer state"]

@@ -102,9 +102,7 @@ def test_fewer_layers_from_scratch_are_checked_and_built(tmp_path: Path) -> None
     assert ready.config.layer_types == ["full_attention"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernel"), [("llama", "sdpa"), ("gemma2", "eager"), ("gptj", "eager"), ("bloom", "eager")]
-)
+@pytest.mark.parametrize(("kind", "kernel"), [("llama", "sdpa"), ("gemma2", "eager"), ("bloom", "eager")])
 def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: str, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, MODELS[kind], data__packing="none")
     assert plan.recipe.model.attn_implementation == "auto"
@@ -381,9 +379,10 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(
 
 
 def test_a_model_without_room_for_its_modules_is_refused_before_it_is_built(tmp_path: Path) -> None:
-    layers, buffer = 4096, 32  # bytes that a layer of this GPT-J keeps for a position
-    positions = 2 * available_memory() // (layers * buffer)
-    plan = plan_of(tmp_path, {**MODELS["gptj"], "n_layer": layers, "n_positions": positions})
+    layers, element = 4096, 4  # bytes; each layer of GPT has a mask of positions × positions
+    positions = int((2 * available_memory() / (layers * element)) ** 0.5)
+    model = {"model_type": "openai-gpt", "n_embd": 64, "n_head": 4, "n_layer": layers, "n_positions": positions}
+    plan = plan_of(tmp_path, model, data__packing="none")
     with pytest.raises(RecipeError, match=r"^model\.config: this machine has too little memory .* 4,096 layers need"):
         prepare_model(plan, 512)
 
