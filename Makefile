@@ -104,8 +104,6 @@ bench: install
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/pairs.py
-	$(BIN)/python benchmarks/ranks.py
-	$(BIN)/python benchmarks/checkpoint.py
 
 profile: install
 	$(BIN)/python benchmarks/step.py

@@ -93,19 +93,6 @@ def exit_with_result(result: Any) -> NoReturn:
     os._exit(0)
 
 
-def set_up_rank(plan: Any) -> Any:
-    """Return the trainer of this rank, set up as by a worker. It writes no events."""
-    from fsdptrain.folder.events import Reporter
-    from fsdptrain.processes import StopRequest
-    from fsdptrain.train.setup import Session
-    from fsdptrain.train.trainer import Trainer
-    from fsdptrain.train.watchdog import Watchdog
-
-    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    watchdog = Watchdog(plan, int(os.environ["RANK"]))
-    return Trainer.set_up(Session(plan, plan.rundir, Reporter(None), StopRequest(), watchdog))
-
-
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -126,17 +113,16 @@ def run_fsdptrain(recipe: str, folder: Path, *overrides: str, **environment: str
 
 def peak_rss() -> int:
     """Return the peak resident memory of this process in bytes."""
-    return process_memory("VmHWM")
+    return _process_memory("VmHWM")
 
 
 def rss() -> int:
     """Return the resident memory of this process in bytes."""
-    return process_memory("VmRSS")
+    return _process_memory("VmRSS")
 
 
-def process_memory(name: str, process: str = "self") -> int:
-    """Return one of the kernel's figures for the memory of a process (VmRSS, RssAnon, …) in bytes."""
-    line = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith(name))
+def _process_memory(name: str) -> int:
+    line = next(line for line in _lines("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 

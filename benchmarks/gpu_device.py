@@ -16,11 +16,7 @@ from torch.autograd import DeviceType
 from fsdptrain.plan.driver import driver_version
 
 CALLS = 20  # of a piece of work, timed together
-
-
 AHEAD = 50_000_000  # clock cycles, some 30 ms, in which the host queues these calls
-
-
 SYNC_WARNING = "synchronizing CUDA operation"  # what torch.cuda.set_sync_debug_mode writes
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks, set_up_rank
+from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks
 
 WARM_UP = 3  # steps
 SMALL = """
@@ -67,9 +67,17 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     """Set up one rank as the worker does, make a few steps, and then profiled ones."""
     from torch.profiler import ProfilerActivity, profile
 
+    from fsdptrain.folder.events import Reporter
     from fsdptrain.plan.plan import Plan
+    from fsdptrain.processes import StopRequest
+    from fsdptrain.train.setup import Session
+    from fsdptrain.train.trainer import Trainer
+    from fsdptrain.train.watchdog import Watchdog
 
-    trainer = set_up_rank(Plan.from_json((folder / "plan.json").read_text()))
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
+    watchdog = Watchdog(plan, int(os.environ["RANK"]))
+    trainer = Trainer.set_up(Session(plan, plan.rundir, Reporter(None), StopRequest(), watchdog))
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:

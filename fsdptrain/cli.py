@@ -103,11 +103,13 @@ def main() -> None:
         watch_parent(os.getppid())
     open_safe_streams()
     try:
-        with _os_errors_as_fsdptrain_errors(), _interrupted_as_stopped():
+        with _os_errors_as_fsdptrain_errors():
             app()
-    except FsdptrainError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
+    except (FsdptrainError, Interrupted) as error:
+        stopped = Stopped("stopped by Ctrl-C; run the same command again")
+        failure = error if isinstance(error, FsdptrainError) else stopped
+        _print_error(failure)
+        sys.exit(failure.exit_code)
     except SystemExit as stop:
         if stop.code or sys.argv[1:2] == ["run"]:  # the result of a run is its folder, not what it prints
             raise
@@ -129,15 +131,6 @@ def _own_name() -> str:
         if launched and launched.nnodes > 1:
             return f"fsdptrain on {socket.gethostname()}"
     return "fsdptrain"
-
-
-@contextlib.contextmanager
-def _interrupted_as_stopped() -> Iterator[None]:
-    """Raise Stopped for Ctrl-C in a command that does not handle it itself."""
-    try:
-        yield
-    except Interrupted:
-        raise Stopped("stopped by Ctrl-C; run the same command again") from None
 
 
 @contextlib.contextmanager
@@ -350,7 +343,6 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    """Run a dry run and show its progress."""
     from fsdptrain.validate.request import run_dry_run
 
     with _screen_beside_result() as screen:
@@ -469,8 +461,8 @@ def _opened_run(run_dir: str) -> Iterator[RunDir]:
         found = dataclasses.replace(RunDir.open(folder), url=url)
         if not found.plan.is_file():
             raise RecipeError(
-                f"{run_dir} is not the output_dir of a run: it has no plan.json, which is written when the "
-                "first attempt starts, not while its job is in the queue of a scheduler"
+                f"{run_dir} has no plan.json: it is not the output_dir of a run, or its job is still queued (plan.json "
+                "is written when the first attempt starts)"
             )
         yield found
 
@@ -567,7 +559,7 @@ def status(
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.folder.records import json_safe
     from fsdptrain.folder.storage import URL
-    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
+    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
     with _opened_run(run_dir) as rundir:
@@ -583,7 +575,7 @@ def status(
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:
-            show_status(observe(rundir).status(), page)
+            page.say("\n".join(status_lines(observe(rundir).status())))
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
@@ -643,13 +635,19 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
-    dest = _new_recipe(dest)
+    dest = _expanded_path(dest)
+    dest = dest / "recipe.yaml" if dest.is_dir() else dest
+    if dest.exists():
+        raise RecipeError(f"{dest} exists already and is not overwritten")
     if foreign:
         if data or model is not None or hardware is not None:
             raise RecipeError("--from takes data and model from its files: leave out --data, --model and --hardware")
-        text, said = _converted(foreign, dest)
-        _write_recipe(dest, text)
-        print(wrapped_for("\n".join([*said, f"{dest}\nnext: fsdptrain validate {dest}"]), sys.stdout))
+        from fsdptrain.config.convert import convert
+
+        done = convert([_expanded_path(path) for path in foreign], dest)
+        _write_recipe(dest, done.text)
+        said = [*done.report(), "", f"{dest}\nnext: fsdptrain validate {dest}"]
+        print(wrapped_for("\n".join(said), sys.stdout))
         return
     if not data or model is None:
         raise RecipeError("give --data and --model, or the configuration of another tool with --from")
@@ -668,29 +666,11 @@ def init(
     print(f"\n{dest}\nnext: fsdptrain validate {dest}")
 
 
-def _new_recipe(dest: Path) -> Path:
-    """Return the file of a recipe to be written; raise RecipeError if it exists."""
-    dest = _expanded_path(dest)
-    dest = dest / "recipe.yaml" if dest.is_dir() else dest
-    if dest.exists():
-        raise RecipeError(f"{dest} exists already and is not overwritten")
-    return dest
-
-
 def _write_recipe(dest: Path, text: str) -> None:
-    """Write a recipe to a new file."""
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-
-
-def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
-    """Return the recipe that files of other tools convert to, and the lines that tell what became of their keys."""
-    from fsdptrain.config.convert import convert
-
-    done = convert([_expanded_path(path) for path in files], dest)
-    return done.text, [*done.report(), ""]
 
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
@@ -699,7 +679,7 @@ def list_recipes(
 ) -> None:
     """List the shipped recipes. With `clusters`, list the files for clusters and clouds."""
     if kind not in (None, CLUSTERS):
-        raise RecipeError(f"{kind!r} is not {CLUSTERS}: leave it out to list the recipes")
+        raise RecipeError(f"unknown list {kind!r}: use `recipes list` for the recipes, or `recipes list {CLUSTERS}`")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
             comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]

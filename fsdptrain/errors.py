@@ -239,7 +239,6 @@ def from_record(record: dict[str, str]) -> FsdptrainError:
 
 
 def _classes(cls: type[FsdptrainError]) -> Iterator[type[FsdptrainError]]:
-    """Yield a class and all that derive from it."""
     yield cls
     for derived in cls.__subclasses__():
         yield from _classes(derived)

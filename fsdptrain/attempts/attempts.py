@@ -29,7 +29,7 @@ from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.folder.ownership import ExportRecord, export_has, read_export_record
-from fsdptrain.folder.records import RunState, Tail, read_object, read_text
+from fsdptrain.folder.records import RunState, Tail, read_object
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import checkpoint_name
@@ -72,9 +72,6 @@ def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
     """
     rundir.plans.mkdir(exist_ok=True)
     numbers = [int(path.stem) for path in _archived_plans(rundir)]
-    if not numbers and rundir.plan.is_file():  # earlier versions wrote no `plans/`
-        numbers = [1]
-        write_atomically(rundir.plans / "0001.json", read_text(rundir.plan))
     last = max(numbers, default=0)
     unedited = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
     if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in unedited:
@@ -311,11 +308,11 @@ _MISSING = object()
 
 
 def _at(fields: Any, path: str) -> Any:
-    """Return the value at a dotted path of a plan, or _MISSING. Earlier versions wrote `async_` instead of `async`."""
+    """Return the value at a dotted path of a plan, or _MISSING."""
     for word in path.split("."):
         if not isinstance(fields, dict):
             return _MISSING
-        fields = fields.get(word, fields.get(f"{word}_", _MISSING))
+        fields = fields.get(word, _MISSING)
     return fields
 
 

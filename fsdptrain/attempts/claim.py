@@ -48,12 +48,10 @@ from fsdptrain.errors import (
 )
 from fsdptrain.folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
 from fsdptrain.folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
-from fsdptrain.folder.records import read_object
 from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import PROBE, URL, Location, try_writing
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.plan.topology import writes_run_dir
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES: tuple[str, ...] = (
@@ -125,7 +123,7 @@ def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
 @contextlib.contextmanager
 def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
     """Do on this machine what `claim_run_dir` does."""
-    rundir, writes = plan.rundir, writes_run_dir(plan.topology)
+    rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
     # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
     if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
         _refuse_used(rundir)
@@ -217,7 +215,7 @@ def check_output_dir(rundir: RunDir) -> None:
     _check_path(root, "output_dir")
     with _os_errors_as_recipe_errors(rundir):
         entries = _names_in(root)
-    if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
+    if entries and not is_marked(root):
         raise RecipeError(
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
@@ -277,7 +275,6 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
 
 
 def _mark_checkpoints(rundir: RunDir) -> None:
-    """Mark the place in checkpoint.path for this run, after it was checked."""
     place = rundir.checkpoint_folder or rundir.checkpoint_store
     if place is None or marked_run(place) == rundir.place:
         return
@@ -329,8 +326,7 @@ def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIK
         return Path(root).is_relative_to(os.path.realpath(name))
     fixed = _fixed_part(name)
     pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
-    written = [Path(root), *(Path(root, file) for file in files)]
-    return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
+    return _reaches(pattern, Path(root).parts, files)
 
 
 def store_fault(name: str, rundir: RunDir) -> str | None:
@@ -347,12 +343,17 @@ def store_fault(name: str, rundir: RunDir) -> str | None:
         if place is None:
             continue
         root = tuple(place.rstrip("/").split("/"))
-        paths = [(*root, *file.split("/")) for file in files]
-        if any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1)):
+        if _reaches(pattern, root, files):
             return f"would include {what}, in {place}"
         if pattern[: len(root)] == root:
             return f"is inside {key} ({place}), which this run writes"
     return None
+
+
+def _reaches(pattern: tuple[str, ...], root: tuple[str, ...], files: tuple[str, ...]) -> bool:
+    """Return whether a pattern, as the parts of a path, matches one of `files` below `root`, or a folder above it."""
+    paths = [(*root, *file.split("/")) for file in files]
+    return any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1))
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
@@ -367,15 +368,6 @@ def _names_in(folder: Path) -> list[str]:
     """Return the names in a folder, sorted; those of folders end with a slash."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries)
-
-
-def _is_of_earlier_version(rundir: RunDir) -> bool:
-    """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
-    try:
-        fields = read_object(rundir.plan)
-    except (*NOTHING_THERE, Unreadable):
-        return False
-    return {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
 
 @contextlib.contextmanager

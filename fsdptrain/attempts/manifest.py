@@ -23,6 +23,7 @@ from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
 from fsdptrain.folder.files import NOTHING_THERE, regular_file_status, system_errors
+from fsdptrain.folder.records import COUNT, OBJECT, TEXT, FieldType, field_fault
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import MANIFEST_NAME, Location, checkpoint_name
 from fsdptrain.plan.plan import KEEPS_STATE, LAYOUT_KEY
@@ -93,9 +94,10 @@ def read_manifest(folder: Location) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
     fields.setdefault("skipped", 0)
-    problem = _field_problem(fields)
-    if problem:
-        raise CheckpointError(f"{path} is not a valid manifest: {problem}")
+    if fields.keys() != FIELDS.keys():
+        raise CheckpointError(f"{path} is not a valid manifest: its fields are {reprlib.repr(sorted(fields))}")
+    if fault := field_fault(fields, FIELDS):
+        raise CheckpointError(f"{path} is not a valid manifest: {fault}")
     return Manifest(**fields)
 
 
@@ -125,34 +127,20 @@ def _read_bytes(path: Location) -> bytes:
     return raw
 
 
-def _field_problem(fields: dict[str, Any]) -> str | None:
-    """Return the first field with a value that fsdptrain would not write, if there is one."""
-    if fields.keys() != {field.name for field in dataclasses.fields(Manifest)}:
-        return f"its fields are {reprlib.repr(sorted(fields))}"
-    files = fields["files"]
-    valid = {
-        "format": type(fields["format"]) is int,
-        "step": _is_count(fields["step"]),
-        "skipped": _is_count(fields["skipped"]),
-        "world_size": _is_count(fields["world_size"]),
-        "plan_digest": isinstance(fields["plan_digest"], str),
-        "identity": isinstance(fields["identity"], dict),
-        "files": isinstance(files, dict) and len(files) > 0,
-    }
-    invalid = {name: fields[name] for name, is_valid in valid.items() if not is_valid}
-    if valid["files"]:
-        invalid |= {f"files: {name!r}": entry for name, entry in files.items() if not _is_file_entry(name, entry)}
-    return next((f"{name}: {reprlib.repr(value)}" for name, value in invalid.items()), None)
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(_is_file(name, entry) for name, entry in value.items())
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _is_file(name: str, entry: Any) -> bool:
+    known = isinstance(entry, dict) and entry.keys() == ENTRY.keys() and not field_fault(entry, ENTRY)
+    return known and bool(FILE_NAME.fullmatch(name) and SHA256.fullmatch(entry["sha256"]))
 
 
-def _is_file_entry(name: str, entry: Any) -> bool:
-    if not FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-        return False
-    return _is_count(entry["bytes"]) and isinstance(entry["sha256"], str) and bool(SHA256.fullmatch(entry["sha256"]))
+ENTRY = {"bytes": COUNT, "sha256": TEXT}
+FIELDS = {
+    "format": COUNT, "step": COUNT, "skipped": COUNT, "world_size": COUNT, "plan_digest": TEXT, "identity": OBJECT,
+    "files": FieldType("an object of files, with their bytes and SHA-256", _are_files),
+}  # fmt: skip
 
 
 def file_entry(path: Location) -> dict[str, Any]:

@@ -170,7 +170,6 @@ def trained_groups(trained: Any, groups: list[list[str]]) -> list[list[str]]:
 
 
 def _layer_of(name: str, layers: dict[str, Any]) -> str:
-    """Return the name of the layer that a parameter of an adapter belongs to."""
     owner = name
     while owner not in layers:
         owner = owner.rpartition(".")[0]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,6 @@ from fsdptrain.attempts.manifest import (
 from fsdptrain.checkpoint.disk import check_space, report_full_disk
 from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
-from fsdptrain.checkpoint.staging import Staging
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.folder.files import fsync, is_there
 from fsdptrain.folder.ownership import FolderWatch
@@ -55,6 +55,8 @@ from fsdptrain.plan.plan import Plan
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared
+ALIGNMENT = 64  # bytes: each copy begins at a multiple, as a tensor of any dtype may
+PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class Checkpointer:
@@ -151,7 +153,10 @@ class Checkpointer:
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
-            path, deliver = scratch / shard_name(self.world.rank), self._if_writer(partial(storage.deliver, step))
+            path, deliver = (
+                scratch / f"rank-{self.world.rank:05d}.safetensors",
+                self._if_writer(partial(storage.deliver, step)),
+            )
             write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
@@ -297,9 +302,51 @@ class Checkpointer:
         return sorted({problem for of_rank in found for problem in of_rank})
 
 
-def shard_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.safetensors"
+class Staging:
+    """One flat piece of host memory with a copy of each of some tensors; pinned if any of them is on a GPU.
+
+    It is pinned where it is: torch's allocator of pinned memory would round what it is asked for up to a power of two,
+    each tensor or all of them, and keep it for ever (CachingHostAllocator.h: `allocate`, `free`).
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], pin: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Allocate unset memory; it is pageable if `pin`, by default `pin_memory`, raises RuntimeError."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        self.memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.copies = {
+            name: self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), start in zip(tensors.items(), itertools.accumulate(sizes, initial=0))  # noqa: B905
+        }
+        self.pinned = False
+        if self.memory.nbytes and any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            try:
+                (pin or pin_memory)(self.memory)
+                self.pinned = True
+            except RuntimeError as error:
+                print(f"a checkpoint's copy is in pageable memory, which is slower: {error}", flush=True)
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor; if it is on a GPU, only when the GPU has been waited for."""
+        return self.copies[name].copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Free the memory, which the GPU must not be writing."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+        self.copies, self.pinned = {}, False
+        del self.memory
+
+
+def pin_memory(memory: torch.Tensor) -> None:
+    """Pin memory where it is. Raises RuntimeError if the driver refuses."""
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
+    if not int(error):
+        return
+    # CUDA keeps the error for whoever looks at the next kernel: a kernel of no importance takes it away.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    raise RuntimeError(cudart.cudaGetErrorString(error))
 
 
 def write_shards(

@@ -81,7 +81,8 @@ def convert(paths: Sequence[Path], dest: Path) -> Conversion:
     Raise RecipeError for a file that is not a mapping in the YAML of a recipe: a safe subset without tags and anchors.
     """
     files = [_mapping(path) for path in paths]
-    entries = [entry for mapping in files for entry in _entries(mapping, _plain_values(mapping))]
+    plain = [{word: str(item) for word, item in f.items() if isinstance(item, (str, int, float))} for f in files]
+    entries = [entry for mapping, known in zip(files, plain, strict=True) for entry in _entries(mapping, known)]
     words = {word for entry in entries for word in (entry.word, entry.parent)} | {word for f in files for word in f}
     done = Conversion(tool=next((tool for tool in TOOLS if tool.known_by & words), None))
     for entry in entries:
@@ -107,13 +108,11 @@ def _mapping(path: Path) -> dict[str, Any]:
     return {str(word): item for word, item in value.items()}
 
 
-def _plain_values(mapping: dict[str, Any]) -> dict[str, str]:
-    """Return the texts and numbers at the top of a file, for references such as `${output_dir}`."""
-    return {word: str(item) for word, item in mapping.items() if isinstance(item, (str, int, float))}
-
-
 def _entries(mapping: dict[str, Any], known: dict[str, str], parent: str = "") -> Iterator[Entry]:
-    """Yield the values of a mapping and of those in it, with references to values at the top replaced."""
+    """Yield the values of a mapping and of those in it, with references such as `${output_dir}` replaced.
+
+    `known` has the texts and numbers at the top of the file.
+    """
     for key, value in mapping.items():
         word = str(key)
         if isinstance(value, dict) and is_section(word):
@@ -129,16 +128,11 @@ def _convert_entry(done: Conversion, entry: Entry) -> None:
     if is_empty(entry):
         return
     settings = settings_of(entry)
-    if settings is None or not _is_accepted(settings):
+    if settings is None or not all(accepts(path, value) for path, value in settings.items() if path in all_paths()):
         done.missing[entry.name] = reason_for(entry)
     else:
         done.set(settings)
         done.converted.append(entry.name)
-
-
-def _is_accepted(settings: Settings) -> bool:
-    """Return whether each recipe key accepts its value. Parts are checked already."""
-    return all(accepts(path, value) for path, value in settings.items() if path in all_paths())
 
 
 def _join_parts(done: Conversion) -> None:

@@ -101,7 +101,7 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
 def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRecipe:
     """Read the text of a recipe, called `name` in messages and in `folder`; raises RecipeError as `load` does."""
     # Secrets come first and alone: other messages could repeat the line that contains one.
-    if problems := [*_secrets(text, name), *_override_secrets(overrides)]:
+    if problems := [*_secrets(text, name, overrides)]:
         raise RecipeError(problems)
     written, overriding = _leaves_of_file(text, name, problems), _leaves_of_overrides(overrides, problems)
     replaced = {ALTERNATIVES.get(leaf.path) for leaf in overriding if leaf.value is not None}
@@ -150,15 +150,14 @@ _SECRET_MESSAGE = (
 )
 
 
-def _secrets(text: str, name: str) -> Iterator[Problem]:
-    """Yield a problem for each line, comments included, that seems to contain a secret. The secret is not repeated."""
+def _secrets(text: str, name: str, overrides: list[str]) -> Iterator[Problem]:
+    """Yield a problem for each line and override that seems to contain a secret, which is not repeated.
+
+    Comments are included; and yield one if the overrides are too long together.
+    """
     for number, line in enumerate(text.splitlines(), 1):
         if SECRET.search(line):
             yield Problem(_SECRET_MESSAGE, where=f"{name}:{number}")
-
-
-def _override_secrets(overrides: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each override that seems to contain a secret, and one if they are too long together."""
     for number, word in enumerate(overrides, 1):
         if SECRET.search(word):
             yield Problem(f"override {number} {_SECRET_MESSAGE}", where=COMMAND_LINE)

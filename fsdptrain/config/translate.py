@@ -31,9 +31,9 @@ class Entry:
         return f"{self.parent}.{self.word}".lstrip(".")
 
     @property
-    def keys(self) -> tuple[str, str]:
-        """The names under which the tables may have it, the more specific first."""
-        return self.name, self.word
+    def keys(self) -> tuple[str, ...]:
+        """The names under which the tables may have it, the more specific first; `fsdp_` is Accelerate's prefix."""
+        return self.name, self.word, self.word.removeprefix("fsdp_")
 
 
 def is_section(word: str) -> bool:
@@ -267,12 +267,8 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "lora_attn_modules": _targets,
-    "fsdp_transformer_layer_cls_to_wrap": lambda value: {"fsdp.wrap": _words(value)},
     "transformer_layer_cls_to_wrap": lambda value: {"fsdp.wrap": _words(value)},
     "min_num_params": lambda value: {"fsdp.wrap": {"min_params": value}} if isinstance(value, int) and value else {},
-    "fsdp_min_num_params": lambda value: (
-        {"fsdp.wrap": {"min_params": value}} if isinstance(value, int) and value else {}
-    ),
     "datasets": _data_sets,
     "pretraining_dataset": lambda value: (found := _data_sets(value)) and {**found, "data.format": "text"},
     "dataset": _data_set_names,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -107,8 +108,13 @@ def typed(value: Any, annotation: Any) -> Any:
     for a number that is too large for a float.
     """
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):  # of a type and None
-        return None if value is None else typed(value, next(arg for arg in args if arg is not type(None)))
+    if origin in (Union, UnionType):
+        for arg in args[:-1]:
+            with contextlib.suppress(ValueError):
+                return typed(value, arg)
+        return typed(value, args[-1])
+    if value is None and annotation is type(None):
+        return None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation is Any or (annotation is bool and isinstance(value, bool)):
         return value
@@ -126,15 +132,20 @@ def typed(value: Any, annotation: Any) -> Any:
 
 
 def recipe_of(tree: dict[str, Any], schema: type = Recipe) -> Any:
-    """Return the recipe, or a section of one, of a tree of plain values, with defaults for those that it lacks.
+    """Return the recipe, a section of one or another dataclass of a tree of plain values, with defaults for the rest.
 
     Raise ValueError, KeyError or another error for a tree that is none.
     """
     specs = {key_of(spec): spec.name for spec in dataclasses.fields(schema)}
-    given = {specs[word.rstrip("_")]: value for word, value in tree.items()}  # earlier plans have `async_`
+    given = {specs[word]: value for word, value in tree.items()}
     for name, value in given.items():
-        section = section_of(schema, name)
-        given[name] = recipe_of(value, section) if section else typed(value, hints(schema)[name])
+        if section := section_of(schema, name):
+            given[name] = recipe_of(value, section)
+            continue
+        try:
+            given[name] = typed(value, hints(schema)[name])
+        except ValueError:
+            raise ValueError(f"it has another value for {name}") from None
     return schema(**given)
 
 
@@ -205,7 +216,6 @@ def below_open_mapping(path: str) -> bool:
 
 
 def _expected(path: str) -> str:
-    """Return the type of a key in words."""
     return "a plain value" if below_open_mapping(path) else type_words(path)
 
 

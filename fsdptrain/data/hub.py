@@ -88,17 +88,13 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_unreachable(error):
+        if not any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes(error)):
             raise
         raise NoModel(
             f"{field}: {name!r} is not in the cache, and {HUB_UNREACHABLE}. Name a local folder in model.id "
             "and model.tokenizer; or, to plan without it, give model_type, vocab_size and the dimensions in "
             "model.config"
         ) from None
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    return any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes(error))
 
 
 def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:

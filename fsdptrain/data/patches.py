@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from datetime import date, datetime, time
 from typing import Any
+from unittest import mock
 
 from huggingface_hub import constants
 from transformers.utils import chat_template_utils
@@ -57,9 +58,5 @@ def templates_on(day: date | None) -> Iterator[None]:
             assert day is not None
             return cls.combine(day, time.min, tz)
 
-    original = chat_template_utils.datetime
-    chat_template_utils.datetime = Midnight if day else original  # type: ignore[misc]
-    try:
+    with mock.patch.object(chat_template_utils, "datetime", Midnight if day else datetime):
         yield
-    finally:
-        chat_template_utils.datetime = original  # type: ignore[misc]

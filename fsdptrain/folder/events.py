@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from fsdptrain.errors import to_record
 from fsdptrain.folder.files import is_regular_file
@@ -16,13 +16,6 @@ from fsdptrain.folder.records import EVENTS, Record, RunState, Tail, json_safe, 
 from fsdptrain.folder.rundir import RunDir
 
 PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
-
-
-class Display(Protocol):
-    """An object that shows records as they are written."""
-
-    def show(self, record: Record) -> None:
-        """Show one record."""
 
 
 def progress_record(stage: str, done: int, total: int) -> Record:
@@ -33,8 +26,11 @@ def progress_record(stage: str, done: int, total: int) -> Record:
 class Reporter:
     """Writes the events of a run, on rank 0. On other ranks (`rundir=None`) every call does nothing."""
 
-    def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Display | None = None) -> None:
-        self._rundir, self._screen = rundir, screen
+    def __init__(
+        self, rundir: RunDir | None, tensorboard: bool = False, show: Callable[[Record], None] = lambda record: None
+    ) -> None:
+        """`show` gets the records as they are written."""
+        self._rundir, self._show = rundir, show
         self._metrics: IO[str] | None = None
         self._progress: IO[str] | None = None
         self._board: Any = None
@@ -55,8 +51,7 @@ class Reporter:
             return
         record = {"event": kind, "at": round(time.time(), 3), **fields}
         self._metrics.write(json.dumps(json_safe(record)) + "\n")
-        if self._screen:
-            self._screen.show(record)
+        self._show(record)
         if self._board and EVENTS[kind].on_board:
             self._scalars(kind, fields)
         if self._board and kind == "resume":
@@ -92,8 +87,7 @@ class Reporter:
         self._last_progress = (stage, now)
         record = {**progress_record(stage, done, total), "at": time.time()}
         self._progress.write(json.dumps(record) + "\n")
-        if self._screen:
-            self._screen.show(record)
+        self._show(record)
 
     def close(self) -> None:
         """Flush and close every file."""

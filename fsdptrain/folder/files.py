@@ -13,7 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from fsdptrain.errors import StorageError, first_line
 
@@ -106,16 +106,12 @@ def openable(path: Path) -> Path:
         return path
 
 
-class HasStatus(Protocol):
-    """A Path, or what stands for one."""
+def regular_file_status(path: Any) -> os.stat_result | None:
+    """Return the status of a regular file, or None for a link, a folder or a pipe. Raise OSError for a missing file.
 
-    def lstat(self) -> os.stat_result:
-        """Return the status of a file, as Path.lstat does."""
-
-
-def regular_file_status(path: HasStatus) -> os.stat_result | None:
-    """Return the status of a regular file, or None for a link, a folder or a pipe. Raise OSError for a missing file."""
-    status = path.lstat()
+    `path` is a Path, or what stands for one.
+    """
+    status: os.stat_result = path.lstat()
     return status if stat.S_ISREG(status.st_mode) else None
 
 

@@ -39,30 +39,18 @@ class FieldType:
     fits: Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 10**11
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
 def _is_compared(value: Any) -> bool:
     fields = {"what": TEXT, "tokens": COUNT, "held_out": FLAG, "mean": NUMBER, "largest": NUMBER, "spread": NUMBER}
     ways = value if isinstance(value, list) else []
-    return bool(ways) and all(isinstance(way, dict) and not _field_fault(way, fields) for way in ways)
+    return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
-NUMBER = FieldType("a number", _is_number)
-SECONDS = FieldType("a number of seconds", _is_seconds)
+NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
+SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
-TEXTS = FieldType("a list of strings", _is_texts)
+TEXTS = FieldType("a list of strings", lambda value: isinstance(value, list) and all(map(TEXT.fits, value)))
 OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
 CHANGES = FieldType(
     "an object of [old, new]",
@@ -95,7 +83,6 @@ EVENTS = {
         {
             "trainable": COUNT, "units": COUNT, "strategy": TEXT, "flash": TEXT, "hosts": TEXTS, "data": OBJECT,
             "notes": TEXTS, "torch": TEXT, "transformers": TEXT,
-            "data_notes": TEXTS, "dtype_note": TEXT, "quantisation_note": TEXT, "attention_note": TEXT,  # now `notes`
         },
         trains=True,
     ),
@@ -165,13 +152,14 @@ def record_fault(record: Record) -> str | None:
     if not isinstance(kind, str):
         return "event is missing" if kind is None else "event is not a string"
     event = EVENTS.get(kind, EventKind("", {}, {"step": COUNT}))
-    fault = _field_fault(record, {"at": SECONDS, **event.fields}, event.optional)
+    fault = field_fault(record, {"at": SECONDS, **event.fields}, event.optional)
     return f"{kind if kind in EVENTS else 'event'}.{fault}" if fault else None
 
 
-def _field_fault(
+def field_fault(
     record: Record, fields: dict[str, FieldType], optional: dict[str, FieldType] | None = None
 ) -> str | None:
+    """Return which field is missing, or has a value of another type; None if there is none."""
     if missing := next((name for name in fields if name not in record), None):
         return f"{missing} is missing"
     known = fields | (optional or {})
@@ -456,18 +444,14 @@ def waits_for_slow_ranks(start: Record | None) -> bool:
     return start is None or start["device"] != "cpu" or "hosts" in start
 
 
-def is_undone(record: Record, last: int) -> bool:
-    """Return whether a record is of a step that is undone because training continues after `last`."""
-    return record["event"] in EVENTS and EVENTS[record["event"]].undone and bool(record["step"] > last)
-
-
 def without_undone(records: Iterable[Record]) -> list[Record]:
     """Return the records without those that a later attempt undid, so that every step is there once."""
     state = RunState()
+    undoable = {kind for kind, event in EVENTS.items() if event.undone}
     kept: list[Record] = []
     for record in records:
         last = state.add(record)
         if last is not None:
-            kept = [old for old in kept if not is_undone(old, last)]
+            kept = [old for old in kept if old["event"] not in undoable or old["step"] <= last]
         kept.append(record)
     return kept

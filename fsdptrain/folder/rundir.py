@@ -17,6 +17,16 @@ MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 ATTEMPT = re.compile(r"[0-9]{4,9}")  # the name of an attempt's folder
 
 
+class Below:
+    """A path below the folder of a run, as an attribute of `RunDir`."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, rundir: RunDir, owner: type[RunDir]) -> Path:
+        return rundir.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run, and the place of its checkpoints. Reading a path creates nothing."""
@@ -24,6 +34,23 @@ class RunDir:
     root: Path
     checkpoint_path: str | None = None  # where the checkpoints are, if not in the folder: a folder or a URL
     url: str | None = None  # output_dir, if it is in an object store: then `root` is the folder in which the run works
+
+    mark = Below(MARK)  # marks this folder as written by fsdptrain; it is written first
+    recipe = Below("recipe.yaml")  # as the user wrote it
+    plan = Below("plan.json")  # all that the workers read
+    plans = Below("plans")  # the plan and the recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …
+    metrics = Below("metrics.jsonl")  # the events of the run, one JSON object per line
+    pinned = Below("pinned.json")  # the commit of each Hub data set, and the date of the chat template
+    forecast = Below("forecast.json")  # compared with the measurements of the run
+    export_record = Below("export.json")  # the step of the export, and the files that fsdptrain wrote into it
+    tensorboard = Below("tensorboard")  # TensorBoard's event files
+    logs = Below("logs")  # of every worker and of the launcher
+    launcher_log = Below("logs", "launcher.log")  # what the launcher's agent printed
+    progress = Below("logs", "progress.jsonl")  # of long work (tokenising, exporting), which the launcher shows
+    attempts = Below("logs", "attempts")  # a folder for each attempt whose ranks have met: 0001, 0002, …
+    model = Below("model")  # config, generation config and tokenizer: an export without the weights
+    checkpoints = Below("checkpoints")  # unless they are elsewhere; for an object store, the files to upload
+    export = Below("export")  # the Hugging Face folder
 
     @classmethod
     def open(cls, root: Path) -> RunDir:
@@ -43,74 +70,9 @@ class RunDir:
         """The run's place as messages name it: the URL, or the folder."""
         return self.url or str(self.root)
 
-    @property
-    def mark(self) -> Path:
-        """The file that marks this folder as written by fsdptrain; it is written first."""
-        return self.root / MARK
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe as the user wrote it."""
-        return self.root / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan, which is all that the workers read."""
-        return self.root / "plan.json"
-
-    @property
-    def plans(self) -> Path:
-        """The plan and the recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …"""
-        return self.root / "plans"
-
-    @property
-    def metrics(self) -> Path:
-        """The events of the run, one JSON object per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def pinned(self) -> Path:
-        """What the run keeps from its beginning: the commit of each Hub data set, the date of its chat template."""
-        return self.root / "pinned.json"
-
-    @property
-    def forecast(self) -> Path:
-        """The forecast of the run compared with its measurements."""
-        return self.root / "forecast.json"
-
-    @property
-    def export_record(self) -> Path:
-        """The step of the export, and the files that fsdptrain wrote into it."""
-        return self.root / "export.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def logs(self) -> Path:
-        """The output of every worker and of the launcher."""
-        return self.root / "logs"
-
     def rank_log(self, rank: int) -> Path:
         """Return the log of what one worker printed."""
         return self.logs / f"rank-{rank}.log"
-
-    @property
-    def launcher_log(self) -> Path:
-        """The log of what the launcher's agent printed."""
-        return self.logs / "launcher.log"
-
-    @property
-    def progress(self) -> Path:
-        """The progress of long work (tokenising, loading, exporting), which the launcher shows."""
-        return self.logs / "progress.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        """A folder for each attempt whose ranks have met, named by its number: 0001, 0002, …"""
-        return self.logs / "attempts"
 
     def attempt_numbers(self) -> list[int]:
         """Return the numbers of the attempts that have a folder, in ascending order."""
@@ -151,16 +113,6 @@ class RunDir:
         return self.hangs(attempt) / f"collectives-rank-{rank}.json"
 
     @property
-    def model(self) -> Path:
-        """Config, generation config and tokenizer: an export without the weights."""
-        return self.root / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints, unless they are somewhere else; for an object store, of files to upload."""
-        return self.root / "checkpoints"
-
-    @property
     def checkpoint_folder(self) -> Path | None:
         """The local folder of the checkpoints, if it is not the one in this folder."""
         folder = (
@@ -187,11 +139,6 @@ class RunDir:
     def checkpoint_steps(self) -> list[int]:
         """Return the steps that have a published checkpoint, in ascending order."""
         return self.storage.steps()
-
-    @property
-    def export(self) -> Path:
-        """The Hugging Face folder."""
-        return self.root / "export"
 
     def has_run(self) -> bool:
         """Return whether a run was started in this folder, or has checkpoints where this one would keep them."""

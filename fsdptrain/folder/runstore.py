@@ -256,7 +256,6 @@ class RunStore:
         return found if isinstance(found.get("step"), int) and isinstance(found.get("files"), dict) else {}
 
     def _listed(self, below: str = "") -> dict[str, int]:
-        """Return the names of the objects of the run, and their bytes."""
         folder = self.root / below if below else self.root
         with store_errors(folder):
             found = folder.fs.find(folder.key, detail=True)

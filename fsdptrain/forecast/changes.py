@@ -274,7 +274,6 @@ def _line(fit: tuple[dict[str, Any], Forecast]) -> str:
 
 
 def _untried(changes: list[dict[str, Any]]) -> list[str]:
-    """Return the first changes as lines."""
     if not changes:
         return ["no override of strategy, micro-batch, recomputation or offload would save memory"]
     return ["overrides that need less memory:", *(f"  {command_text(overrides)}" for overrides in changes[:SHOWN])]

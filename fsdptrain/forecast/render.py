@@ -25,8 +25,8 @@ def memory_lines(forecast: Forecast) -> list[str]:
     if forecast.reserved_bytes > forecast.peak_bytes:
         least = size(forecast.peak_bytes + forecast.overhead_bytes)
         lines.append(
-            f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included; a card with less "
-            f"memory releases them, down to {least} with what is outside torch, and takes longer for a step"
+            f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included; a smaller card "
+            f"({least} at least) would free cached memory and retry, with slower steps"
         )
     lines.append(
         f"{size(forecast.overhead_bytes)} outside torch: "
@@ -79,8 +79,8 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
         f"rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
         f"compute alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
-        f"attention included{attention}), collectives alone {forecast.communication_s:.3g} s; "
-        f"{forecast.exposed_s:.3g} s of the step are spent waiting",
+        f"attention included{attention}), collectives alone {forecast.communication_s:.3g} s; the step waits "
+        f"{forecast.exposed_s:.3g} s for what compute does not hide",
     ]
     if plan.compiles:
         lines[0] += "; what train.compile saves is unknown, and not counted"
@@ -141,7 +141,11 @@ def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
         saving |= change
     tries = f"or try {', '.join([*override_words(saving), 'more ranks'])}"
     kinds = [command_text(kind.overrides) for kind in leaner_kinds(plan)]
-    other = f"; these need less too, but change what is trained or the numerics: {listed(kinds)}" if kinds else ""
+    other = (
+        f"; these also need less memory, but change which weights are trained, or the precision: {listed(kinds)}"
+        if kinds
+        else ""
+    )
     return DoesNotFit(f"{verdict}; {search}; {tries}{other}")
 
 
@@ -169,7 +173,6 @@ def advice_rows(options: list[Option]) -> list[list[str]]:
 
 
 def _option_cells(option: Option) -> list[str]:
-    """Return the cells of an option after its number."""
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     recomputed = option.activation_checkpointing
     marks = {
@@ -212,7 +215,7 @@ def cards_line(advice: Advice, hardware: str) -> str:
     """Return the number of cards that each kind of training needs."""
     found = {kind: str(cards or f"more than {MAX_NODES} nodes") for kind, cards in advice.cards.items()}
     least = ", ".join(f"{kind} {cards}".replace(" ", NO_BREAK_SPACE) for kind, cards in found.items())
-    return f"cards of {hardware} that the job needs, without offload: {least}"
+    return f"number of {hardware} needed without offload: {least}"
 
 
 def advice_commands(advice: Advice) -> list[tuple[str, list[str]]]:

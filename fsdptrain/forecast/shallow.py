@@ -115,6 +115,5 @@ def _place(moment: str, layers: int, ends: int) -> _Place | None:
 
 
 def _moment_name(place: _Place, layers: int) -> str:
-    """Return the moment's name in a model of this many layers."""
     before, number, after = place
     return before if number is None else f"{before}{number % layers}{after}"

@@ -28,7 +28,6 @@ from fsdptrain.errors import KernelFailed, RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.launch.device_errors import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
 from fsdptrain.launch.launcher import POLL_S
-from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end, unused_port
 from fsdptrain.plan.plan import Plan, read_plan
@@ -146,23 +145,15 @@ def signals_blocked() -> Iterator[None]:
 
 
 def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dict[str, str]:
-    """Return the variables that torchrun sets for a worker on one node."""
+    """Return the variables that torchrun sets for a worker on one node, of those that torch or a worker reads."""
     world = str(plan.topology.world_size)
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0"}
-    sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": "1"}
     return {
-        **ranks,
-        **sizes,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": error_file,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
+        "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
+    }  # fmt: skip
 
 
 def terminate(workers: Sequence[ForkProcess]) -> list[ForkProcess]:
@@ -205,7 +196,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_waiting=announce_waiting_node,
         on_others=lambda: tell(pipe, {"others": True}),
         on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
-        meeting=meeting_name(plan),
+        meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
         run=json.dumps(run_here(plan) if worker == WORKERS["train"] else {"digest": worker}),
     )

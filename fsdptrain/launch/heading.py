@@ -37,8 +37,8 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
 
 
 _PACKED_BY_LENGTH = {  # how the version that began the run packed
-    "bfd": "the longest rows first, because an earlier version began this run; a new run mixes them and learns faster",
-    "concat": "rows in the order of the files, because an earlier version began this run; a new run mixes them",
+    "bfd": "longest rows first, as the version that started this run packed; a new run shuffles and learns faster",
+    "concat": "rows in the order of the files, as the version that started this run packed; a new run shuffles",
 }
 
 
@@ -86,7 +86,7 @@ def _describe_data(plan: Plan) -> str:
 def nodes_text(plan: Plan) -> str:
     """Return two labelled lines for the nodes that have met: how many of those allowed, with which ranks and batch."""
     topology = plan.topology
-    met = f"nodes  {topology.nnodes} of {nodes_allowed(plan)} have met: {_describe_topology(plan)}"
+    met = f"nodes  {topology.nnodes} joined ({nodes_allowed(plan)} allowed): {_describe_topology(plan)}"
     return f"{met}\nbatch  {_describe_factors(plan)}"
 
 
@@ -99,8 +99,8 @@ def nodes_allowed(plan: Plan) -> str:
 def _describe_ranks(plan: Plan) -> str:
     topology = plan.topology
     if topology.is_elastic:
-        on = f"on each of {nodes_allowed(plan)} nodes, as many as meet at {topology.endpoint}"
-        return f"{topology.nproc_per_node} × {topology.device} {on}; {plan.recipe.fsdp.strategy}"
+        nodes = f"{nodes_allowed(plan)} nodes: those that reach the rendezvous at {topology.endpoint}"
+        return f"{topology.nproc_per_node} × {topology.device} a node, {nodes}; {plan.recipe.fsdp.strategy}"
     return _describe_topology(plan)
 
 

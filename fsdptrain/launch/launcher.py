@@ -37,6 +37,7 @@ from fsdptrain.errors import (
     StorageError,
     WorkerError,
     WorkerLost,
+    from_record,
 )
 from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
 from fsdptrain.folder.ownership import FolderWatch
@@ -45,7 +46,6 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
-from fsdptrain.launch.refusal import refused_elsewhere
 from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
@@ -406,7 +406,8 @@ class Attempt:
         `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
         if self._refusal and not self._met:
-            raise refused_elsewhere(self._refusal)
+            reason = f"node {self._refusal['host']} was refused: {self._refusal['message']}"
+            raise from_record({**self._refusal, "message": reason})
         self._check_folder()  # without it, all else fails
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:

@@ -13,10 +13,9 @@ import sys
 import time
 
 from fsdptrain.config.schema import Recipe, node_range
-from fsdptrain.errors import FolderInUse, FsdptrainError, RecipeError, from_record, to_record
+from fsdptrain.errors import FolderInUse, FsdptrainError, RecipeError, to_record
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_this_machine
-from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import host_of
 
 TELL_S = 60.0  # under a launcher, which starts all nodes together: they come within such a time, or not at all
@@ -24,13 +23,10 @@ TELL_BY_HAND_S = 10.0  # on plain hosts, where a person waits for the prompt
 CONNECT_S = 1.0
 
 
-def meeting_name(plan: Plan) -> str:
-    """Return what the nodes of a run call their meeting: others may come to the same port."""
-    return plan.topology.source or plan.recipe.name
-
-
 def tell_other_nodes(error: FsdptrainError, recipe: Recipe | None) -> None:
     """Tell the nodes that wait for this one, or will, why it was refused. Does nothing if none is known.
+
+    The launcher's name or the recipe's is that of the meeting (see `agent.run_torchrun`).
 
     `recipe` is None if it could not be read: then only a launcher's nodes are known. With a range of nodes the others
     need not wait. A folder that another run uses on this machine does not speak for this node's own run.
@@ -69,8 +65,3 @@ def _answers(address: str, port: int, end: float) -> bool:
             return True
         time.sleep(CONNECT_S)
     return False
-
-
-def refused_elsewhere(record: dict[str, str]) -> FsdptrainError:
-    """Return the error for a node that has read a refusal; its class, and so the exit code, are the same."""
-    return from_record({**record, "message": f"node {record['host']} was refused: {record['message']}"})

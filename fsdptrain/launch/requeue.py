@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdptrain.config.paths import working_folder
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
-from fsdptrain.folder.events import Record, Tail
+from fsdptrain.folder.records import Tail
 from fsdptrain.folder.rundir import RunDir
 
 REQUEUES = 20
@@ -67,11 +67,9 @@ def errors_since(rundir: RunDir, since: float) -> list[str]:
     Errors of single ranks are left out: most of them are consequences, and restarts may have mended them.
     """
     records = Tail(rundir.metrics, from_end=False).read()
-    return [str(each.get("type")) for each in records if _is_of_command(each) and each["at"] >= since]
-
-
-def _is_of_command(record: Record) -> bool:
-    return record.get("event") == "error" and "rank" not in record and isinstance(record.get("at"), (int, float))
+    return [
+        str(each["type"]) for each in records if each["event"] == "error" and "rank" not in each and each["at"] >= since
+    ]
 
 
 def judge(code: int, errors: Sequence[str], step: int, earlier: Sequence[Mapping[str, Any]]) -> Verdict:

@@ -38,12 +38,14 @@ CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has
 LATE_STEPS, LATE_S = 10, 5.0  # by which the next record of a late run is overdue: steps, and seconds at least
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
 
-FIELDS = (  # all that `status` returns
-    "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "hosts", "attempts",
-    "last_record_age_s", "late", "silent_ranks", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s",
-    "positions_per_s", "mfu", "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
-    "skipped",
-)  # fmt: skip
+# What `status` returns of a run of which nothing is known: all fields.
+UNKNOWN: dict[str, Any] = {
+    "state": None, "why": None, "name": None, "run_dir": None, "ranks": None, "nodes": None, "nodes_allowed": None,
+    "source": None, "host": None, "hosts": [], "attempts": 0, "last_record_age_s": None, "late": False,
+    "silent_ranks": [], "stage": None, "step": 0, "total_steps": None, "loss": None, "lr": None, "grad_norm": None,
+    "step_s": None, "positions_per_s": None, "mfu": None, "eta_s": None, "eval": None, "checkpoint": None,
+    "unsaved_steps": 0, "straggler": None, "hung_ranks": [], "export": None, "skipped": [],
+}  # fmt: skip
 
 ENDED = ("finished", "stopped", "failed", "killed")
 
@@ -59,18 +61,7 @@ class Waiting:
         why = "no attempt has started yet; its job may be in the queue of a scheduler"
         if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
             why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
-        known = {"state": "waiting", "why": why, "run_dir": self.rundir.place}
-        none = {
-            "attempts": 0,
-            "step": 0,
-            "unsaved_steps": 0,
-            "hosts": [],
-            "late": False,
-            "silent_ranks": [],
-            "hung_ranks": [],
-            "skipped": [],
-        }
-        return dict.fromkeys(FIELDS) | known | none
+        return UNKNOWN | {"state": "waiting", "why": why, "run_dir": self.rundir.place}
 
 
 class Observer:
@@ -116,7 +107,9 @@ class Observer:
             "attempts": self._run.attempts,
             "last_record_age_s": silent_s,
             "late": late,
-            "silent_ranks": self._silent_ranks() if late or state == "silent" else [],
+            "silent_ranks": silent_ranks(self.rundir, self.rundir.newest_attempt(), world)
+            if late or state == "silent"
+            else [],
             "stage": self._stage() if running else None,
             "step": made,
             "total_steps": total,
@@ -263,9 +256,6 @@ class Observer:
             return []
         return hung_ranks(self.rundir, attempt, range(self._newest_plan.topology.world_size))
 
-    def _silent_ranks(self) -> list[int]:
-        return silent_ranks(self.rundir, self.rundir.newest_attempt(), self._newest_plan.topology.world_size)
-
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])
         # An earlier attempt may have had others.
@@ -314,8 +304,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
             found.append(observe(rundir).status())
         except RecipeError as error:
             if is_marked(path):  # else plan.json is of another program
-                known = {"state": "unreadable", "why": first_line(error), "run_dir": str(path), "skipped": []}
-                found.append(dict.fromkeys(FIELDS) | known)
+                found.append(UNKNOWN | {"state": "unreadable", "why": first_line(error), "run_dir": str(path)})
     if not found:
         why = "it has no plan.json, and there is no run below it" if folder.is_dir() else "there is no such folder"
         raise RecipeError(f"{folder} is not a run folder: {why}")
@@ -354,12 +343,6 @@ def is_locked(rundir: RunDir) -> bool:
             if f"{device}:{stat.st_ino}" in held:
                 return True
     return False
-
-
-def show_status(status: dict[str, Any], page: Page) -> None:
-    """Print the status as labelled lines."""
-    for line in status_lines(status):
-        page.say(line)
 
 
 def watch(rundir: RunDir, console: Console) -> None:

@@ -82,7 +82,6 @@ def _layer_of(name: str) -> str:
 
 
 def _part_of(name: str) -> str:
-    """Return the module that holds the layer of a parameter."""
     return _layer_of(name).rpartition(".")[0]
 
 

@@ -195,7 +195,6 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
 
 
 def _highest_rank(layer: Any) -> int:
-    """Return the highest rank that the weight of a layer can have."""
     sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
     return int(min(sizes))
 

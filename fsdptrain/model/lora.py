@@ -60,15 +60,8 @@ def _weight(layer: Any) -> tuple[WeightOf, tuple[torch.Tensor, ...]]:
     """Return how the weight [out, in] of a linear layer is made, and from what."""
     if isinstance(layer, NF4Linear):
         return dequantise, layer.quantised
-    return (_transposed if isinstance(layer, Conv1D) else _as_it_is), (layer.weight,)
-
-
-def _as_it_is(tensors: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return tensors[0]
-
-
-def _transposed(tensors: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return tensors[0].T
+    transposed = isinstance(layer, Conv1D)
+    return lambda tensors, dtype: tensors[0].T if transposed else tensors[0], (layer.weight,)
 
 
 class _Adapted(torch.autograd.Function):

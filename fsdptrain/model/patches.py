@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
@@ -63,12 +64,8 @@ def dtensors_stay_on_their_device() -> Iterator[None]:
     a tensor to the device of the mesh, but the weights of `fsdp.cpu_offload` must stay in host memory.
     """
 
-    original = core_model_loading._dtensor_from_local_like
-    core_model_loading._dtensor_from_local_like = dtensor_like  # type: ignore[assignment]
-    try:
+    with mock.patch.object(core_model_loading, "_dtensor_from_local_like", dtensor_like):
         yield
-    finally:
-        core_model_loading._dtensor_from_local_like = original
 
 
 def import_quietly(name: str) -> Any:
@@ -100,12 +97,8 @@ def use_torch_operators() -> None:
 @contextlib.contextmanager
 def torch_operators() -> Iterator[None]:
     """Apply `use_torch_operators` inside the context only."""
-    original = hub_kernels.is_torchdynamo_exporting
-    use_torch_operators()
-    try:
+    with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
         yield
-    finally:
-        hub_kernels.is_torchdynamo_exporting = original
 
 
 def find_documents_without_waiting(packed: bool) -> None:

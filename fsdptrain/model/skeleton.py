@@ -116,7 +116,6 @@ def skeleton_in_dtype(model: Any, dtype: str, compute: str | None = None) -> Any
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return the same parameter or buffer in another dtype."""
     cast = tensor.detach().to(dtype)
     return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
 

@@ -21,9 +21,9 @@ from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.model.context import Exchange
 from fsdptrain.parallel.patches import CONTEXT, SIDE
+from fsdptrain.plan.gpus import bind_near
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
-from fsdptrain.plan.numa import bind_near
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
 

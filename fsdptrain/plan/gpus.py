@@ -1,10 +1,11 @@
-"""The NVIDIA GPUs of this machine, counted without importing torch.
+"""The NVIDIA GPUs of this machine, counted without importing torch, and the processors near one of them.
 
 Only the standard library is imported: the Makefile runs `plan.driver` before anything is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -96,3 +97,29 @@ def call_nvidia_smi(env: Mapping[str, str], root: Path, *words: str) -> tuple[st
         return done.stdout, ""
     said = (done.stdout + done.stderr).strip()
     return "", said.splitlines()[0] if said else f"exit code {done.returncode}"
+
+
+def processors_near(card: str, root: Path = Path("/")) -> set[int]:
+    """Return the processors of the NUMA node of a PCI device (`0000:1b:00.0`); none if the system does not know it.
+
+    `root` holds /sys.
+    """
+    try:
+        node = int((root / f"sys/bus/pci/devices/{card}/numa_node").read_text(encoding="ascii"))
+        ranges = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")  # -1: unknown
+    except (OSError, ValueError):
+        return set()
+    ends = [part.split("-") for part in ranges.strip().split(",") if part]
+    return {number for each in ends for number in range(int(each[0]), int(each[-1]) + 1)}
+
+
+def bind_near(card: str, root: Path = Path("/")) -> None:
+    """Let the threads of this process run only on the processors near a card, as far as they may run there now.
+
+    torch.numa does the same, but needs the program numactl. Memory is taken from the node of the thread that first
+    writes it, and copies to and from a card of another socket are slower.
+    """
+    allowed = processors_near(card, root) & os.sched_getaffinity(0)
+    for thread in Path("/proc/self/task").iterdir() if allowed else ():
+        with contextlib.suppress(OSError):  # it has ended, or may run elsewhere only
+            os.sched_setaffinity(int(thread.name), allowed)

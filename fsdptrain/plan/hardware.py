@@ -231,7 +231,6 @@ def _cards_named(name: str) -> list[Hardware]:
 
 
 def _unknown_hardware_message(text: str, name: str) -> str:
-    """Return the message for unknown hardware, with the known names."""
     if any(OTHER_MAKES.fullmatch(word) for word in _name_words(name)):
         return f"{text!r} is not a CUDA device: runs use NVIDIA GPUs (NCCL) or CPUs (gloo)"
     models = {known.partition("-")[0]: known for known in reversed(KNOWN)} | {known: known for known in KNOWN}

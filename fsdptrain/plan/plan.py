@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from fsdptrain import __version__
@@ -327,34 +326,16 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`).
+        """Read a plan that `to_json` wrote.
 
         Any other text raises: JSON and dataclasses raise many types of errors (see `open_plan`).
         """
         if "${" in text:  # it has another origin: fsdptrain writes none
             raise ValueError("it contains a ${reference}")
-        fields = json_object(text)
-        recipe: Recipe = recipe_of(fields.pop("recipe"))
-        plan = cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)
-        wrong = [*_wrong_types(plan), *_wrong_types(plan.topology)]
-        if wrong or plan.topology.device not in ("cpu", "cuda"):
-            raise ValueError(f"it has other values for {', '.join(wrong) or 'device'}")
+        plan: Plan = recipe_of(json_object(text), cls)
         if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
             raise RecipeError(problems)
         return plan
-
-
-def _wrong_types(part: Plan | Topology) -> list[str]:
-    """Return the names of the fields whose values are not of the types that are declared: JSON may have any."""
-    types: dict[Any, Any] = {
-        "str": str,
-        "int": int,
-        "bool": bool,
-        "str | None": (str, NoneType),
-        "int | None": (int, NoneType),
-    }
-    fields = [field for field in dataclasses.fields(part) if field.type in types]
-    return [field.name for field in fields if not isinstance(getattr(part, field.name), types[field.type])]
 
 
 def open_plan(path: Path) -> Plan:
@@ -527,7 +508,6 @@ def _context_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:
-    """Return how many sequences this many ranks compute at a time."""
     return recipe.train.micro_batch_size * ranks // recipe.parallel.context
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Collection, Mapping
@@ -89,11 +88,6 @@ class Topology:
         )
 
 
-def writes_run_dir(topology: Topology) -> bool:
-    """Return whether this process writes the run folder: the command itself, or rank 0 of started workers."""
-    return not topology.joined or os.environ["RANK"] == "0"
-
-
 def find_topology(
     recipe: Recipe,
     env: Mapping[str, str],
@@ -136,7 +130,7 @@ def find_topology(
 
 
 def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
-    """Raise RecipeError for keys of `launch` that contradict the launcher."""
+    """Raise RecipeError for those of the `explicit` keys of `launch` that contradict the launcher."""
     least, most = node_range(recipe.launch.nnodes)
     known = {
         "launch.nnodes": recipe.launch.nnodes if least <= launched.nnodes <= most else launched.nnodes,
@@ -211,25 +205,8 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridde
         raise RecipeError(
             f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
         )
-    _check_overrides(recipe, count, hardware, overridden)
+    check_agreement(recipe, Launched(f"--hardware {count}x{hardware.name}", count // nproc, 0, nproc), overridden)
     return Topology(device, count // nproc, nproc)
-
-
-def _check_overrides(recipe: Recipe, count: int, hardware: Hardware, overridden: Collection[str]) -> None:
-    nproc = min(count, hardware.gpus_per_node)
-    found = {"launch.nnodes": count // nproc, "launch.nproc_per_node": nproc}
-    least, most = node_range(recipe.launch.nnodes)
-    allowed = {
-        "launch.nnodes": least <= found["launch.nnodes"] <= most,
-        "launch.nproc_per_node": recipe.launch.nproc_per_node in ("auto", nproc),
-    }
-    wrong = [f"{path}={value_at(recipe, path)}" for path in found if path in overridden and not allowed[path]]
-    if wrong:
-        raise RecipeError(
-            f"--hardware: {count} × {hardware.name} are {counted(found['launch.nnodes'], 'node')} with "
-            f"{counted(nproc, 'worker')} each, which contradicts {' and '.join(wrong)}: leave this out, or the number "
-            "of cards"
-        )
 
 
 def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:

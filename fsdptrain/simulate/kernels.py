@@ -108,7 +108,6 @@ def backward_workspace(operator: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def _arguments(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
     names = (argument.name for argument in operator._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend `fake`)
@@ -75,11 +76,11 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
         return [tensor.narrow(dim, 0, min(tensor.size(dim), -(-tensor.size(dim) // count)))]
 
     with (
-        _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded),
-        _replaced(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
-        _replaced(_fsdp_param, "_chunk_with_empty", first_chunk),
-        _replaced(torch.Tensor, "is_pinned", lambda tensor, *_: True),
-        _replaced(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: True),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
         torch_operators(),
     ):
         yield
@@ -97,18 +98,8 @@ def resizes_watched(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         resize(storage, size)
         resized(storage)
 
-    with _replaced(torch.UntypedStorage, "resize_", watched):
+    with mock.patch.object(torch.UntypedStorage, "resize_", watched):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 KERNELS = torch.library.Library("aten", "IMPL")

@@ -238,7 +238,6 @@ class Recorder(TorchDispatchMode):
             self._set_size(entry, storage.nbytes())
 
     def _set_size(self, entry: _Entry, size: int) -> None:
-        """Record that a storage now has `size` bytes."""
         before, entry.size = entry.size, size
         if size == before or not self.entered:
             return

@@ -98,8 +98,7 @@ class Screen:
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
             f"{record['seq_len']:,} tokens ({1 - record['fill']:.1%} padding)"
         )
-        earlier = map(record.get, ("dtype_note", "quantisation_note", "attention_note"))  # of an earlier version
-        for line in [*record.get("data_notes", []), *filter(None, earlier), *record.get("notes", [])]:
+        for line in record.get("notes", []):
             self.say(f"  {line}")
         self.show_waiting("first step")
 
@@ -237,11 +236,8 @@ def _verdict(found: Record) -> str:
     """Return what a difference of logits means. One that rounding does not explain was refused before."""
     if not found["largest"]:
         return "identical"
-    if found.get("rounded_to"):
+    meaning = "different, because the adapter was trained on quantised weights and merged into the original ones"
+    if found["rounded_to"]:
         meaning = f"equal within the rounding of {found['rounded_to']}"
-    elif found.get("limit", 0) is None:
-        meaning = "different, because the adapter was trained on quantised weights and merged into the original ones"
-    else:
-        meaning = "equal within rounding"  # as an earlier version recorded it
     far = f"{found['mean']:.1e} on average, {found['largest']:.1e} at most, of a spread of {found['spread']:.2g}"
     return f"{meaning} ({far})"

@@ -82,14 +82,13 @@ def moment_of(error: BaseException) -> str:
         return "the optimizer's update"
     if ("torch._tensor", "backward") in functions:  # on a GPU its frames are on threads of autograd
         return "the backward" + (f", after the {ISSUED[-1].kind} of {ISSUED[-1].unit}" if ISSUED else "")
-    unit = next((frame.f_locals["self"] for frame in reversed(frames) if in_unit(frame)), None)
+    unit = next((frame.f_locals["self"] for frame in reversed(frames) if _in_unit(frame)), None)
     if unit is not None:
         return f"the forward of {unit_name(unit)}"
     return own_frame((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in reversed(frames)) or "a thread"
 
 
-def in_unit(frame: FrameType) -> bool:
-    """Return whether a frame is of a method of a module that FSDP2 shards."""
+def _in_unit(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), FSDPModule)
 
 

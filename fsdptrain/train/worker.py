@@ -97,12 +97,9 @@ def take_store(store: RunStore, plan: Plan) -> None:
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
     """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
-    return Reporter(rundir, plan.recipe.log.tensorboard, screen) if rank == 0 else Reporter(None)
-
-
-def quiet_libraries() -> None:
-    """Keep the progress bars of transformers out of the log: the set-up reports its own progress."""
-    transformers.utils.logging.disable_progress_bar()
+    if rank:
+        return Reporter(None)
+    return Reporter(rundir, plan.recipe.log.tensorboard, *([screen.show] if screen else []))
 
 
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
@@ -122,7 +119,7 @@ def work(plan: Plan) -> NoReturn:
     It ends by `os._exit`: an interpreter that shuts down after FSDP and gloo sometimes aborts (pytorch#179291).
     """
     faulthandler.enable()
-    quiet_libraries()
+    transformers.utils.logging.disable_progress_bar()  # the set-up reports its own progress
     joined = plan.topology.joined
     code = 0
     try:

@@ -158,7 +158,6 @@ def describe_unit(
 
 
 def _largest_shard(param: nn.Parameter, ranks: int) -> int:
-    """Return the number of elements in the largest shard of a parameter."""
     rows = param.shape[0] if param.ndim else 1
     return -(-rows // ranks) * (param.numel() // rows)
 

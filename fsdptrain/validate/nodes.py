@@ -290,7 +290,6 @@ HEADER = ["node", "verdict", "plan", "data", "clock", "free", "GPUs", "gloo", "N
 
 
 def _row(nodes: Sequence[Node], n: int, name: str, found: Sequence[Difference]) -> list[str]:
-    """Return the cells of a node's row."""
     node = nodes[n]
     words = dict.fromkeys(each.word for each in found if n in each.nodes and each.word)
     free = [f"{count / GIB:,.0f}" for count in node.free.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fsdptrain.forecast.plot import memory_bar
 from fsdptrain.forecast.trace import Category
@@ -48,18 +49,6 @@ def show_notes(notes: list[str], page: Page) -> None:
         show_section("Notes", [{"kind": "text", "text": note} for note in notes], page)
 
 
-def _text(page: Page, text: str) -> None:
-    page.say(text, INDENT)
-
-
-def _table(page: Page, header: list[str], rows: list[list[str]], titles: int = 1) -> None:
-    page.table(header, rows, INDENT, titles)
-
-
-def _command(page: Page, words: list[str]) -> None:
-    page.command(words, 2 * INDENT)
-
-
 def _memory(page: Page, by_category: dict[Category, int], beside: dict[str, int], capacity: int) -> None:
     """Draw the bar of the peak, as wide as the terminal."""
     width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
@@ -89,9 +78,9 @@ def histogram_lines(bins: list[dict[str, int]], seq_len: int, beyond: str, width
 
 # Kind of an item → the function that prints it.
 RENDERERS: dict[str, Callable[..., None]] = {
-    "text": _text,
-    "table": _table,
-    "command": _command,
+    "text": partial(Page.say, indent=INDENT),
+    "table": partial(Page.table, indent=INDENT),
+    "command": partial(Page.command, indent=2 * INDENT),
     "memory": _memory,
     "lengths": _lengths,
 }

@@ -38,9 +38,8 @@ from fsdptrain.attempts.manifest import (
 )
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
-from fsdptrain.checkpoint.save import Checkpointer, write_shards
+from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
-from fsdptrain.checkpoint.staging import Staging
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, Unreadable, from_record, to_record

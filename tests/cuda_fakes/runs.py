@@ -29,8 +29,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.exported import Exported
-from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.checkpoint.staging import Staging
+from fsdptrain.checkpoint.save import Checkpointer, Staging
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from histories.world import STEPS, make_inputs
 
 from fsdptrain import cli
@@ -19,7 +20,7 @@ from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.train.worker import quiet_libraries, train
+from fsdptrain.train.worker import train
 
 
 def warm_up(folder: Path) -> None:
@@ -29,7 +30,7 @@ def warm_up(folder: Path) -> None:
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     environment = dict(os.environ)
     os.environ.update(worker_environment(plan, 0, 0, str(folder / "error.json")) | {"MASTER_PORT": str(unused_port())})
-    quiet_libraries()
+    transformers.utils.logging.disable_progress_bar()
 
     def first_run() -> None:
         with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:

@@ -21,7 +21,7 @@ from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.folder.events import progress_record, record_error, record_restart
 from fsdptrain.folder.ownership import write_mark
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, show_status
+from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, status_lines
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
@@ -60,7 +60,7 @@ class Written:
 
     def shown(self) -> str:
         page = Page(Console(file=io.StringIO()))
-        show_status(self.status(), page)
+        page.say("\n".join(status_lines(self.status())))
         return page.console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import environment
 
-from fsdptrain.plan.numa import processors_near
+from fsdptrain.plan.gpus import processors_near
 
 CARD = "0000:1b:00.0"
 
@@ -39,7 +39,7 @@ def test_the_processors_near_a_card_are_those_of_its_node(
 BOUND = """
 import os, sys, threading
 from pathlib import Path
-from fsdptrain.plan.numa import bind_near
+from fsdptrain.plan.gpus import bind_near
 end = threading.Event()
 threading.Thread(target=end.wait).start()
 bind_near(sys.argv[1], Path(sys.argv[2]))

@@ -317,7 +317,7 @@ def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
 
 
 def test_the_host_waits_for_the_device_only_to_read_a_logged_step(tmp_path: Path) -> None:
-    check_waits(tmp_path, WAITING[13::19])
+    check_waits(tmp_path, WAITING[13::38])
 
 
 @pytest.mark.soak

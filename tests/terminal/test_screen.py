@@ -163,14 +163,16 @@ def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
     record = {"event": "export", "path": "out", "bytes": 1024, "dtype": "float32", "adapter": "both"}
     found = {"tokens": 200, "held_out": True, "spread": 2.345, "mean": 1.23e-7, "largest": 4.56e-6, "limit": 1e-3}
     rounded, meant = found | {"rounded_to": "bfloat16"}, found | {"rounded_to": None, "limit": None}
-    screen.show(record | {"compared": [{"what": "merged", **found}, {"what": "separate", **rounded, "mean": 2e-7}]})
+    exact = found | {"rounded_to": "float32"}
+    screen.show(record | {"compared": [{"what": "merged", **exact}, {"what": "separate", **rounded, "mean": 2e-7}]})
     screen.show(record | {"compared": [{"what": "merged", **meant}]})
     screen.show(record | {"compared": [{"what": "model", **found, "mean": 0.0, "largest": 0.0}]})
     screen.show(record | {"not_compared": "opening it took more than 30:00"})
     shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
     opened = "  opened in a fresh process, logits compared with the trained model's on 200 held-out tokens: "
     far = "(1.2e-07 on average, 4.6e-06 at most, of a spread of 2.3)"
-    assert f"{opened}merged: equal within rounding {far}; adapter on its base: equal within the rounding of " in shown
+    rounding = "equal within the rounding of"
+    assert f"{opened}merged: {rounding} float32 {far}; adapter on its base: {rounding} bfloat16" in shown
     reason = "the adapter was trained on quantised weights and merged into the original ones"
     assert f"merged: different, because {reason} {far}\n" in shown
     assert f"{opened}identical\n" in shown and "0.0e+00" not in shown
@@ -222,14 +224,12 @@ def test_a_resumed_run_goes_on_with_its_history() -> None:
     assert lines == ["step 18/40  loss 17.5000"]  # an earlier version recorded no epoch
 
 
-def test_the_notes_of_this_and_of_earlier_versions_are_shown() -> None:
+def test_the_notes_of_a_start_and_of_a_resume_are_shown() -> None:
     screen = Screen(Console(file=io.StringIO(), width=200))
-    earlier = {name: value for name, value in STARTED.items() if name != "notes"}
-    screen.show(earlier | {"data_notes": ["2 rows were cut"], "dtype_note": "bfloat16 is slow"})
     screen.show(STARTED | {"notes": ["the warm-up is too long"]})
     screen.show({"event": "resume", "step": 3, "notes": ["the rate jumps"]})
     shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    for note in ("2 rows were cut", "bfloat16 is slow", "the warm-up is too long", "the rate jumps"):
+    for note in ("the warm-up is too long", "the rate jumps"):
         assert f"\n  {note}\n" in shown
 
 

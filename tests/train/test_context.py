@@ -121,6 +121,7 @@ def test_more_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Pat
     assert_options_agree(MORE_OPTIONS, recipe, tmp_path)
 
 
+@pytest.mark.soak
 def test_compiled_layers_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
     assert_options_agree({"compiled": ["train.compile=true"]}, recipe, tmp_path, compiled="aot_eager")
 

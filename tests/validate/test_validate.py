@@ -197,8 +197,8 @@ def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a
 @pytest.mark.parametrize(
     ("count", "override", "says"),
     [
-        (8, "launch.nnodes=2", r"8 × h100-80gb are 1 node with 8 workers each, .* contradicts launch\.nnodes=2: leave"),
-        (16, "launch.nproc_per_node=4", r"are 2 nodes with 8 workers each, .* contradicts launch\.nproc_per_node=4"),
+        (8, "launch.nnodes=2", r"launch\.nnodes: 2 contradicts --hardware 8xh100-80gb, which has 1: set"),
+        (16, "launch.nproc_per_node=4", r"launch\.nproc_per_node: 4 contradicts --hardware 16xh100-80gb, which has 8"),
     ],
 )
 def test_the_number_of_cards_replaces_what_the_file_says_and_not_the_command_line(
