@@ -271,6 +271,13 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
             "fsdp.accumulation",
         )
 
+    for path in NCCL_KEYS:
+        if value_at(recipe, path) and (fault := _library_fault("torch", (2, 13))):
+            yield Problem(f"{fault}: remove it", path)
+
+
+NCCL_KEYS = ("fsdp.separate_reduce_scatter", "fsdp.symmetric_memory")  # torch 2.11 has neither
+
 
 def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between the keys of `fsdp.activation_checkpointing`, and with the attention kernel."""

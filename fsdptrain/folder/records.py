@@ -81,8 +81,8 @@ EVENTS = {
             "device_memory_bytes": COUNT, "baseline_memory_bytes": COUNT,
         },
         {
-            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "hosts": TEXTS, "data": OBJECT, "notes": TEXTS,
-            "torch": TEXT, "transformers": TEXT,
+            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "flash": TEXT, "hosts": TEXTS, "data": OBJECT,
+            "notes": TEXTS, "torch": TEXT, "transformers": TEXT,
         },
         trains=True,
     ),

@@ -2,8 +2,8 @@
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13), with the default
 settings; torch's names are given in brackets. What a training step does not use is left out: `record_stream`, CUDA
-graphs, private pools, and the settings that are off by default (`max_split_size_mb`, `roundup_power2_divisions`,
-`garbage_collection_threshold`).
+graphs, private pools except for that of symmetric memory, and the settings that are off by default
+(`max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
+from fsdptrain.forecast.trace import SYMMETRIC, Alloc, Free, Storage, Trace
 
 MIB = 2**20
 GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)
@@ -47,19 +47,21 @@ def replay_allocations(trace: Trace, device: str, capacity: int | None = None, e
     device is full, and by then they may be split, so that a block in use keeps each of them from being released.
     """
     allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
+    symmetric = SymmetricPool(allocator)
     blocks: dict[Storage, Block] = {}
     failed = None
     for event in trace.all():
         if isinstance(event, Alloc):
             if event.storage.device == device:
-                block = allocator.malloc(event.size, event.stream)
+                block = (symmetric if event.stream <= SYMMETRIC else allocator).malloc(event.size, event.stream)
                 if block is None:
                     failed = event.size
                     break
                 blocks[event.storage] = block
         elif isinstance(event, Free) and event.storage.device == device:
             allocator.free(blocks.pop(event.storage))
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.retries, failed is None, failed)
+    retries = allocator.retries + symmetric.retries
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, retries, failed is None, failed)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,13 +145,12 @@ class CachingAllocator:
                 return None
         if self.should_split(pool, block.size - size):
             pool.put(block.split(size))
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.count(block.size)
         return block
 
     def free(self, block: Block) -> None:
         """Merge a block with its free neighbours and cache it (`free_block`, `try_merge_blocks`)."""
-        self.allocated -= block.size
+        self.count(-block.size)
         pool = block.pool
         if block.next is not None and block.next.free:
             pool.take(block.next)
@@ -159,6 +160,11 @@ class CachingAllocator:
             pool.take(block)
             block.absorb_next()
         pool.put(block)
+
+    def count(self, size: int) -> None:
+        """Count bytes as in use; below 0: as free."""
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def pool(self, stream: int, small: bool) -> Pool:
         """Return the pool of a stream; create it at the first call."""
@@ -316,6 +322,26 @@ class ExpandableAllocator(CachingAllocator):
             block.previous.absorb_next()
         else:
             bisect.insort(pool.unmapped, block, key=lambda b: b.address)
+
+
+class SymmetricPool(CachingAllocator):
+    """Segments that NCCL allocates for a pool of its own: they never expand, and a full device releases none."""
+
+    def __init__(self, device: CachingAllocator) -> None:
+        super().__init__()
+        self.device = device
+
+    def reserve(self, size: int) -> bool:
+        """Take `size` bytes from the device, which the other blocks are on too."""
+        return self.device.reserve(size)
+
+    def count(self, size: int) -> None:
+        """Count bytes of the device as in use."""
+        self.device.count(size)
+
+    def release_cached(self) -> None:
+        """Release cached memory of the device outside of this pool."""
+        self.device.release_cached()
 
 
 def segment_size(size: int) -> int:

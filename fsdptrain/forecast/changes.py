@@ -250,7 +250,7 @@ def hardware_of(start: Mapping[str, Any]) -> Hardware | None:
     """Return the hardware that a `start` event names; None for an unknown card."""
     if start["device"] == "cpu":
         return dataclasses.replace(CPU, memory=start["device_memory_bytes"])
-    return card(start["device"], start["device_memory_bytes"])
+    return card(start["device"], start["device_memory_bytes"], start.get("flash", "flash"))
 
 
 def _own_line(own: Forecast) -> str:

@@ -22,7 +22,8 @@ class Forecast:
     """One optimizer step of the worst rank, in bytes and seconds; `docs/validate.md` explains every name.
 
     `peak_bytes` is what torch has allocated at `moment`, and `breakdown` its parts. `reserved_bytes` is what the
-    caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition.
+    caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition. `attention` is the kernel
+    whose rate is assumed; empty on a CPU.
     """
 
     fits: bool
@@ -49,6 +50,7 @@ class Forecast:
     hardware: str
     method: str
     time_basis: str = ESTIMATED
+    attention: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -15,8 +15,8 @@ from typing import Any
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.folder.records import Tail, without_undone
 from fsdptrain.folder.rundir import RunDir
+from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
-from fsdptrain.plan.hardware import card
 from fsdptrain.plan.plan import Plan
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
@@ -51,7 +51,7 @@ class ForecastComparison:
                     return
 
     def _make_forecast(self, start: dict[str, Any]) -> None:
-        hardware = card(start["device"], start["device_memory_bytes"])
+        hardware = hardware_of(start)
         if hardware is None:
             self._no_forecast_because = f"no hardware figures for {start['device']}"
             return

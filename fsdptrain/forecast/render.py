@@ -73,12 +73,13 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     world, unit = plan.topology.world_size, _unit(plan)
     low, high = (seconds / forecast.step_s for seconds in forecast.step_s_range)
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
+    attention = f"; attention by {forecast.attention}" if forecast.attention else ""
     lines = [
         f"{forecast.step_s:.3g} s a step ({low * forecast.step_s:.3g} to {high * forecast.step_s:.3g}; "
         f"rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
         f"compute alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
-        f"attention included), collectives alone {forecast.communication_s:.3g} s; the step waits "
+        f"attention included{attention}), collectives alone {forecast.communication_s:.3g} s; the step waits "
         f"{forecast.exposed_s:.3g} s for what compute does not hide",
     ]
     if plan.compiles:

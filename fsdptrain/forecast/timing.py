@@ -57,10 +57,8 @@ def replay_streams(
     """
     timing = Timing()
     clock: dict[int, float] = defaultdict(float)  # stream → seconds at which it is free
-    # The same for the links inside the node (False) and for the network (True): collectives on one of them share its
-    # bandwidth, which takes as long as one after another.
-    link: dict[bool, float] = defaultdict(float)
     event_s: dict[int, float] = {}  # event → seconds at which it happens
+    links = _Links(clock, event_s)
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = late = 0.0
     for event in events:
@@ -86,11 +84,10 @@ def replay_streams(
             host += hardware.hook_s
             crosses = _nodes(event, ranks_per_node) > 1
             late += crosses * hardware.late_s * len(event.ranks)
-            start = max(clock[event.stream], link[crosses], host)
-            clock[event.stream] = link[crosses] = start + seconds
-            collectives.append((start, start + seconds))
+            collectives.append(links.carry(event, crosses, seconds, host))
         elif isinstance(event, RecordEvent):
             event_s[event.event] = max(clock[event.stream], host)
+            links.newest[event.stream].append(event.event)
         elif isinstance(event, WaitEvent):
             clock[event.stream] = max(clock[event.stream], event_s.get(event.event, 0.0))
         elif isinstance(event, Moment):
@@ -101,6 +98,35 @@ def replay_streams(
     if hardware.is_cpu:
         timing.compute_s = timing.host_s
     return timing
+
+
+class _Links:
+    """The links inside the node (False) and the network (True), which collectives share.
+
+    Those of one group run one after another. A reduction in a group of its own runs at the same time as a gather, each
+    at half its speed: what was under way before ends later, with the events that were recorded behind it.
+    """
+
+    def __init__(self, clock: dict[int, float], event_s: dict[int, float]) -> None:
+        self._clock, self._event_s = clock, event_s
+        self._free: dict[tuple[bool, bool], tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # seconds, stream
+        self.newest: dict[int, list[int]] = defaultdict(list)  # stream → events since its last collective
+
+    def carry(self, collective: Collective, crosses: bool, seconds: float, host: float) -> tuple[float, float]:
+        """Return when a collective that takes `seconds` alone starts and ends, issued at `host` seconds."""
+        own, other, stream = (crosses, collective.apart), (crosses, not collective.apart), collective.stream
+        start = max(self._clock[stream], self._free[own][0], host)
+        until, beside = self._free[other]
+        shared = max(0.0, min(until - start, seconds))
+        if shared:
+            self._free[other] = until + shared, beside
+            self._clock[beside] += shared
+            for event in self.newest[beside]:
+                self._event_s[event] += shared
+        self._clock[stream] = start + seconds + shared
+        self._free[own] = self._clock[stream], stream
+        self.newest[stream].clear()
+        return start, self._clock[stream]
 
 
 def _overlap(start: float, end: float, collectives: Iterable[tuple[float, float]]) -> float:
@@ -126,13 +152,18 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
         return kernel.moved / hardware.host_bw
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
     arithmetic = kernel.flops / (hardware.flops if half else hardware.flops32)
-    if "attention" in kernel.name or "varlen" in kernel.name:
+    if is_attention(kernel):
         return max(arithmetic / _attention_share(kernel.name, hardware), memory)
     arithmetic /= hardware.product_share
     if kernel.name in FLOAT8 and not hardware.is_cpu:  # which emulates it
         rate, traffic = FLOAT8[kernel.name]
         arithmetic, memory = arithmetic / rate, memory * traffic
     return max(arithmetic, memory) if hardware.is_cpu else arithmetic + memory
+
+
+def is_attention(kernel: Kernel) -> bool:
+    """Return whether an operator computes attention, forward or backward, in one kernel."""
+    return "attention" in kernel.name or "varlen" in kernel.name
 
 
 def _attention_share(name: str, hardware: Hardware) -> float:

@@ -16,6 +16,7 @@ Category = Literal[
 
 HOST = "cpu"
 HOST_STREAM = -1  # the stream of kernels that run on the host although the model is on a device
+SYMMETRIC = -2  # stream n of the allocator's pool of symmetric memory has the number SYMMETRIC - n
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +52,16 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter)."""
+    """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter).
+
+    `apart`: it is in a group for reductions alone, which NCCL carries out at the same time as gathers.
+    """
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
     ranks: tuple[int, ...]
     size: int
     stream: int
+    apart: bool = False
 
 
 class RecordEvent(NamedTuple):

@@ -25,6 +25,10 @@ from fsdptrain.model.probe import Probe
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
 BEST = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
 NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+INSTALL = {  # torch's index has builds of FlashAttention 3, PyPI has none
+    "FA3": "pip install flash-attn-3 --no-deps --index-url https://download.pytorch.org/whl/cu130",
+    "FA4": "pip install flash-attn-4",
+}
 LENGTHS = (200, 1, 55, 128)  # of the documents of a trial, in tokens
 WINDOW = 70  # tokens
 TOLERANCE = 0.02  # relative, of a norm: bf16 rounds attention by 0.5%
@@ -50,19 +54,19 @@ def _is_there(module: str) -> bool:
 def note_before(major: int) -> str | None:
     """Return a note for a dry run if another implementation than FlashAttention 2 is installed."""
     found = [NAMES[name] for name in installed(major)]
-    return (
-        f"{found[0]} is installed: the run uses it if it passes a trial with this model's heads; the forecast is for "
-        "FlashAttention 2"
-        if found
-        else None
-    )
+    return f"{found[0]} is installed: the run uses it if it passes a trial with this model's heads" if found else None
+
+
+def recommendation(name: str) -> str:
+    """Return a note that recommends an implementation which is not installed."""
+    return f"attention is computed by FlashAttention 2; {NAMES[name]} is faster on this card: {INSTALL[name]}"
 
 
 def activate_best(bare: Any, device: torch.device, major: int) -> str | None:
     """Use the best implementation that computes the attention of a model from now on, in this process.
 
     `bare` is the model's skeleton with varlen attention, `major` the compute capability of `device`. Returns a note on
-    what is used and what failed, None if nothing is installed.
+    what is used and what failed, or what to install; None on a card for which there is nothing better.
     """
     failed, found = "", installed(major)
     heads = heads_of(bare) if found else set()
@@ -75,7 +79,9 @@ def activate_best(bare: Any, device: torch.device, major: int) -> str | None:
         except Exception as error:  # whatever the package raises, when it is imported or when it computes
             failed += f"{NAMES[name]} is installed but not used: {error_summary(error)}; "
         restore()
-    return f"{failed}attention is computed by FlashAttention 2" if found else None
+    if found:
+        return f"{failed}attention is computed by FlashAttention 2"
+    return recommendation(BEST[major][0]) if major in BEST else None
 
 
 def active() -> str | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -133,9 +135,13 @@ def collective_of(frame: FrameType) -> str | None:
     return f"{collective} of {_unit_of(group)}"
 
 
-KINDS = {"all-gather": ("all-gather",), "reduction": ("reduce-scatter", "all-to-all", "all-reduce")}
-# Descriptions of groups in the flight recorder: `World.side`, and the ranks that share rows.
-SIDE, CONTEXT = "side", "parallel.context"
+CollectiveKind = Literal["all-gather", "reduction"]
+KINDS: dict[CollectiveKind, tuple[str, ...]] = {
+    "all-gather": ("all-gather",),
+    "reduction": ("reduce-scatter", "all-to-all", "all-reduce"),
+}
+# Descriptions of groups in the flight recorder: `World.side`, the ranks that share rows, and FSDP2's for reductions.
+SIDE, CONTEXT, REDUCTIONS = "side", "parallel.context", "fsdp_reduce_scatter"
 
 
 class Issued(NamedTuple):
@@ -143,7 +149,7 @@ class Issued(NamedTuple):
 
     group: str
     number: int
-    kind: Literal["all-gather", "reduction"]
+    kind: CollectiveKind
     unit: str
 
 
@@ -157,9 +163,7 @@ class NamedComm:
     this one: the next number of that group is noted when the buffers of a reduction are allocated.
     """
 
-    def __init__(
-        self, comm: Any, kind: Literal["all-gather", "reduction"], unit: str, copies: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, comm: Any, kind: CollectiveKind, unit: str, copies: dist.ProcessGroup | None = None) -> None:
         self._comm, self._kind, self.unit, self._copies = comm, kind, unit, copies
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -185,16 +189,33 @@ class NamedComm:
                 ISSUED.append(issued)
 
 
-def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
-    """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
+def wrap_communications(model: nn.Module, wrap: Callable[[Any, CollectiveKind, str], Any]) -> None:
+    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`.
 
-    torch's flight recorder numbers the collectives, but knows no units. `set_symm_mem_for_comm`, should anything
-    call it, comes before: FSDP2 refuses it for a communication that was replaced (`FSDPParamGroup.set_symm_mem`).
+    `set_symm_mem_for_comm` comes before: FSDP2 refuses it for a communication that was replaced.
     """
     for unit, groups in groups_of_units(model).items():
         for group in groups:
-            group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)
-            group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", unit, copies)
+            group._all_gather_comm = wrap(group._all_gather_comm, "all-gather", unit)
+            group._reduce_scatter_comm = wrap(group._reduce_scatter_comm, "reduction", unit)
+
+
+def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
+    """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
+
+    torch's flight recorder numbers the collectives, but knows no units.
+    """
+    wrap_communications(
+        model, lambda comm, kind, unit: NamedComm(comm, kind, unit, copies if kind == "reduction" else None)
+    )
+
+
+def separate_reductions(model: Any, timeout: timedelta) -> None:
+    """Reduce the gradients of a sharded model in groups of their own, whose collectives may take `timeout`."""
+    model.set_separate_reduce_scatter_group()
+    for group in itertools.chain(*groups_of_units(model).values()):
+        with contextlib.suppress(RuntimeError):  # a fake group has no timeout
+            group.mesh_info.reduce_scatter_process_group.set_timeout(timeout)
 
 
 def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
@@ -97,8 +99,7 @@ class World:
         else:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
-        # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
-        timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
+        timeout = collective_timeout(plan)
         if not dist.is_initialized():
             tcp_store = tcp_store or wait_for_ranks(plan, rank, timeout, stop)
             # A rank gets all addresses in one request: else one TCPStore answers n² of them in each group.
@@ -138,6 +139,12 @@ class World:
         ranks = local.new_empty(self.size * len(local))  # one tensor: a list of them costs time for each rank
         dist.all_gather_into_tensor(ranks, local)
         return ranks.view(self.size, -1)
+
+    def use_symmetric_memory(self, model: nn.Module) -> None:
+        """Let every unit of a sharded model gather and reduce in NCCL's symmetric memory (`fsdp.symmetric_memory`)."""
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_symm_mem_for_comm()
 
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""
@@ -188,6 +195,14 @@ class World:
             if known and known.bf16:
                 return known.flops
         return matrix_rate(self.device, dtype)
+
+
+def collective_timeout(plan: Plan) -> timedelta:
+    """Return how long a collective may take.
+
+    It is longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
+    """
+    return timedelta(seconds=4 * plan.recipe.launch.timeout_s)
 
 
 def pci_address(device: torch.device) -> str:

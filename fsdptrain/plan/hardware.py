@@ -26,11 +26,18 @@ SPREADS = {CALIBRATED: 0.1, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # 
 BEYOND_RUNS = 0.1  # added to it where a card is calibrated, but on no run like this one
 
 # Shares of the bf16 peak that attention reaches in forward and in backward: means of published TFLOP/s at 2,048, 4,096
-# and 8,192 tokens, causal, heads of 128. The keys are parts of the kernels' names. None is fitted; `make gpu` measures
-# those of a card. docs/calibration.md has the figures and where they are from.
-AMPERE = {"flash": (0.64, 0.51), "efficient": (0.32, 0.26)}
-HOPPER = {"cudnn": (0.58, 0.47), "flash": (0.32, 0.26), "efficient": (0.16, 0.13)}
-BLACKWELL = {"cudnn": (0.53, 0.44), "flash": (0.14, 0.11), "efficient": (0.07, 0.055)}
+# and 8,192 tokens, causal, heads of 128. None is fitted; `make gpu` measures those of a card. docs/calibration.md has
+# the figures and where they are from. "flash" is FlashAttention 2, FA3 and FA4 its successors.
+AMPERE = {"flash": (0.64, 0.51), "efficient": (0.32, 0.26), "flex": (0.58, 0.43)}
+HOPPER = {
+    "cudnn": (0.58, 0.47), "flash": (0.32, 0.26), "efficient": (0.16, 0.13), "FA3": (0.57, 0.47), "flex": (0.40, 0.27),
+}  # fmt: skip
+BLACKWELL = {
+    "cudnn": (0.53, 0.44), "flash": (0.14, 0.11), "efficient": (0.07, 0.055), "FA4": (0.51, 0.46), "flex": (0.19, 0.17),
+}  # fmt: skip
+
+
+CUSTOM_NAME = "custom"  # of a card that `--hardware` describes
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Hardware:
     basis: str = ESTIMATED
     bf16: bool = True  # it has matrix units for bf16
     float8: bool = True  # and for float8, with twice their peak: from Ada on
+    flash: str = "flash"  # the key of `attention_share` for the FlashAttention that computes torch's varlen operator
 
     def __post_init__(self) -> None:
         shares = {kernel: tuple(pair) for kernel, pair in self.attention_share.items()}  # JSON has lists
@@ -91,6 +99,22 @@ class Hardware:
     def prefers_cudnn(self) -> bool:
         """Whether torch takes cuDNN's attention first: since 2.11 from Hopper on, with cuDNN 9.15 or later."""
         return "cudnn" in self.attention_share
+
+    @property
+    def faster_flash(self) -> str | None:
+        """The key of a successor of FlashAttention 2 that torch's varlen operator could use here, but does not."""
+        if self.flash != "flash" or self.name == CUSTOM_NAME:
+            return None
+        return next((name for name in ("FA3", "FA4") if name in self.attention_share), None)
+
+    def with_attention(self, kernel: str) -> Hardware:
+        """Return this card if `kernel`, a key of `attention_share`, computes what flash and cuDNN would.
+
+        A kernel without a rate of its own counts as FlashAttention 2.
+        """
+        flash = self.attention_share.get(kernel, self.attention_share["flash"])
+        others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
+        return dataclasses.replace(self, attention_share={**others, "flash": flash})
 
 
 def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
@@ -238,16 +262,19 @@ def _custom_hardware(text: str) -> Hardware:
     near = KNOWN["h100-80gb"]  # the shares, and the figures that were not given, are this card's
     bandwidth = near.memory_bw * numbers["flops"] / near.flops
     return dataclasses.replace(
-        near, name="custom", basis=ESTIMATED, memory=int(numbers.pop("memory")), memory_bw=bandwidth,
+        near, name=CUSTOM_NAME, basis=ESTIMATED, memory=int(numbers.pop("memory")), memory_bw=bandwidth,
         flops32=near.flops32 * numbers["flops"] / near.flops, **numbers,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def card(name: str, memory: int) -> Hardware | None:
-    """Return the hardware of a GPU by the name and memory that torch reports; None for an unknown one."""
+def card(name: str, memory: int, flash: str = "flash") -> Hardware | None:
+    """Return the hardware of a GPU by the name and memory that torch reports; None for an unknown one.
+
+    `flash` is as in Hardware.
+    """
     words = {*_name_words(name)}
     models = {known: model for known in KNOWN if words.issuperset(model := _model_words(known))}
     longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is not an `H100`
     same = [KNOWN[known] for known, model in models.items() if len(model) == longest]
     nearest = min(same, key=lambda hardware: abs(hardware.memory - memory), default=None)
-    return dataclasses.replace(nearest, memory=memory) if nearest else None
+    return dataclasses.replace(nearest, memory=memory, flash=flash) if nearest else None

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from fsdptrain.forecast.timing import is_attention
+from fsdptrain.forecast.trace import Event, Kernel
+from fsdptrain.model import flash
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.model.cudnn import LARGEST_HEAD, LEAST_VERSION
 from fsdptrain.plan.hardware import Hardware
@@ -114,6 +117,26 @@ CUDA = [
     for kind in ("flash", "cudnn", "efficient")
     for way in ("", "_backward")
 ]
+
+# By a part of an operator's name, or the key of the card's rate for FlashAttention's operators.
+NAMES = {
+    "cudnn": "cuDNN", "efficient": "torch's memory-efficient kernel", "flash": "FlashAttention 2",
+    "flex": "flex_attention", **flash.NAMES,
+}  # fmt: skip
+
+
+def attention_kernels(events: Iterable[Event], flash_key: str) -> list[str]:
+    """Return the names of the kernels that compute attention in a trace of a GPU, in the order of their first use.
+
+    `flash_key` is the kernel that computes FlashAttention's operators.
+    """
+    used = {
+        next((key for key in ("cudnn", "efficient") if key in event.name), flash_key): None
+        for event in events
+        if isinstance(event, Kernel) and is_attention(event)
+    }
+    return [NAMES[key] for key in used] or ["plain matrix products"]
+
 
 CPU = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,

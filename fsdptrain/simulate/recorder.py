@@ -31,7 +31,7 @@ from fsdptrain.forecast.trace import (
 )
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.patches import CONTEXT, TorchDispatchMode
+from fsdptrain.parallel.patches import CONTEXT, REDUCTIONS, TorchDispatchMode
 from fsdptrain.simulate import device as pretend
 from fsdptrain.simulate import kernels
 from fsdptrain.simulate.patches import resizes_watched
@@ -202,7 +202,8 @@ class Recorder(TorchDispatchMode):
                 if func is c10d.alltoall_base_.default and (self.moment == "optimizer" or _is_context(group)):
                     kind = "all-to-all"  # of Muon, or of ranks that share rows
                 ranks = tuple(dist.get_process_group_ranks(group))
-                self.write(Collective(kind, ranks, _total_bytes(args[place]), stream))
+                apart = group.group_desc == REDUCTIONS
+                self.write(Collective(kind, ranks, _total_bytes(args[place]), stream, apart))
             return
         if func.is_view or func in NO_KERNEL:
             return

@@ -20,7 +20,9 @@ from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
+from fsdptrain.model import varlen
 from fsdptrain.model.config import load_config
+from fsdptrain.model.flash import recommendation
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
@@ -31,19 +33,25 @@ from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
+from fsdptrain.simulate.kernels import attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
+
+SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/calibration.md
 
 
 def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
-    # The engine runs on fake tensors: leave out what cannot run on them, and say so.
     notes = []
     plan = models.with_kernel(plan, hardware)
+    # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
     kernel = plan.recipe.model.attn_implementation
+    flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
-        notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+    card = hardware
+    if flash is not None and not hardware.is_cpu:
+        hardware = hardware.with_attention(flash)
     model = models.skeleton(plan)
     weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
@@ -58,19 +66,24 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
     trace = simulate(plan, models.config, pretend, hardware)
-    if kernel == "sdpa" and any("_cudnn_" in event.name for event in trace.events if isinstance(event, Kernel)):
-        notes.append(f"attention is computed by cuDNN, which torch prefers on {hardware.name}")
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
+    if plan.recipe.fsdp.symmetric_memory:
+        notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
+    time = time_of(plan, trace, hardware, tokens, useful_flops)
+    if kernel == varlen.NAME and (name := card.faster_flash):
+        faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
+        notes.append(f"{recommendation(name)} (forecast: {faster:.3g} s a step for {time['step_s']:.3g} s)")
     return Forecast(
         **memory_of(trace, device, hardware),
         **communication(plan, trace, Counts.of(weights)),
-        **time_of(plan, trace, hardware, tokens, useful_flops),
+        **time,
+        attention="" if hardware.is_cpu else " and ".join(attention_kernels(trace.events, flash or "flash")),
         model_flops=useful_flops,
         hardware=hardware.name,
         method="pretended accelerator" if pretend else "fake CPU",
@@ -117,7 +130,7 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
     granularity = block_bytes(hardware)
     top = ledger.peak(trace, device, granularity)
-    groups = {e.ranks for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
+    groups = {(e.ranks, e.apart) for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
     overhead = hardware.context + hardware.communicator * len(groups)
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False

@@ -456,6 +456,7 @@ def start_fields(
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
+        **({"flash": used} if (used := flash.active()) else {}),
         "world_size": world.size,
         "host": socket.gethostname(),
         **({"hosts": world.hosts} if len(set(world.hosts)) > 1 else {}),

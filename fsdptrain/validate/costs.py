@@ -26,6 +26,7 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import Advice, search
+from fsdptrain.model import flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted
@@ -178,5 +179,5 @@ def hardware_here(plan: Plan) -> Hardware | None:
         return CPU
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
-    return card(properties.name, properties.total_memory)
+    properties, (major, _) = torch.cuda.get_device_properties(0), torch.cuda.get_device_capability(0)
+    return card(properties.name, properties.total_memory, next(iter(flash.installed(major)), "flash"))

@@ -87,6 +87,8 @@ fsdp:
   backward_prefetch: BACKWARD_PRE
   forward_prefetch: 0
   accumulation: reduce
+  separate_reduce_scatter: false
+  symmetric_memory: false
   cpu_offload: false
   activation_checkpointing: none
 parallel:

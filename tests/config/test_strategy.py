@@ -47,7 +47,10 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
         },
         "HYBRID_SHARD": {},
         "HYBRID_SHARD_ZERO2": {"fsdp.backward_prefetch": "NONE"},
-        "NO_SHARD": {"fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE"},
+        "NO_SHARD": {
+            "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
+            "fsdp.separate_reduce_scatter": False, "fsdp.symmetric_memory": False,
+        },
     }  # fmt: skip
 
 

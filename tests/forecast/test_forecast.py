@@ -26,6 +26,7 @@ from fsdptrain.config.schema import Recipe, Recomputation
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import measured
+from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.measured import ForecastComparison
 from fsdptrain.forecast.timing import LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
@@ -265,6 +266,42 @@ def test_an_attention_kernel_has_its_own_rate(name: str, kind: str, way: int) ->
     if kind == "cudnn":
         flash = BUSY / (other.flops * other.attention_share["flash"][way])
         assert math.isclose(kernel_s(Kernel(name, BUSY, 0, 0, 0), other, half=True), flash)
+
+
+def test_a_reduction_in_a_group_of_its_own_shares_the_links_with_a_gather() -> None:
+    """Issued first and twice as long, it takes as much longer as the gather beside it, which need not wait for it."""
+    ranks = tuple(range(8))
+    small, large = (collective_s(Collective("all-gather", ranks, n * 10**10, 1), H100, 8) for n in (1, 2))
+
+    card = dataclasses.replace(H100, hook_s=0.0, launch_s=0.0, contention=0.0)
+    work = Kernel("mm", 10**17, 0, 0, 0)  # longer than both
+
+    def end(event: int, apart: bool) -> float:
+        """Return when work begins that waits for one of them."""
+        reduction, gather = (
+            Collective("reduce-scatter", ranks, 2 * 10**10, 2, apart),
+            Collective("all-gather", ranks, 10**10, 1),
+        )
+        issued = [reduction, RecordEvent(2, 2), gather, RecordEvent(1, 1), WaitEvent(event, 0), work]
+        return replay_streams(issued, card, True, 8).step_s - kernel_s(work, card, True)
+
+    assert end(1, apart=False) == pytest.approx(large + small) and end(2, apart=False) == pytest.approx(large)
+    assert end(1, apart=True) == pytest.approx(2 * small) and end(2, apart=True) == pytest.approx(large + small)
+
+
+@pytest.mark.parametrize("name", ["_varlen_attn", "_scaled_dot_product_flash_attention"])
+def test_flash_operators_take_the_rate_of_the_kernel_behind_them(name: str) -> None:
+    for kernel, shares in H100.attention_share.items():
+        for way, suffix in enumerate(("", "_backward")):
+            found = kernel_s(Kernel(name + suffix, BUSY, 0, 0, 0), H100.with_attention(kernel), half=True)
+            assert math.isclose(found, BUSY / (H100.flops * shares[way]))
+    assert not H100.with_attention("flash").prefers_cudnn  # flash_attention_2 is never cuDNN
+    custom = parse_hardware("memory=80e9,flops=1e15,intra_bw=3e11,inter_bw=5e10").hardware
+    assert (H100.faster_flash, KNOWN["b200-192gb"].faster_flash) == ("FA3", "FA4")
+    start = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory}
+    assert [getattr(hardware_of(start | used), "flash", "") for used in ({}, {"flash": "FA3"})] == ["flash", "FA3"]
+    for other in (KNOWN["a100-80gb"], dataclasses.replace(H100, flash="FA3"), custom):
+        assert other.faster_flash is None
 
 
 def test_recomputation_takes_time_of_the_host() -> None:

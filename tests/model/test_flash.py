@@ -75,7 +75,9 @@ def install(folder: Path, *names: str) -> None:
 
 def test_only_what_is_installed_for_the_card_is_tried(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed(9) == installed(10) == []
-    assert activate_best(None, CPU, 9) is note_before(9) is None
+    assert activate_best(None, CPU, 8) is note_before(9) is None
+    for major, package in ((9, "flash-attn-3"), (10, "flash-attn-4")):
+        assert f"pip install {package}" in str(activate_best(None, CPU, major))
     install(packages, "FA3", "FA4")
     assert [installed(major) for major in (8, 9, 10, 12)] == [[], ["FA3", "FA4"], ["FA4"], []]
     assert "flash_attn" not in sys.modules

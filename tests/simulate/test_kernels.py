@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated import config_of, plan_of
+from simulated import SMALL, config_of, plan_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import flop_counter
 
-from fsdptrain.forecast.trace import Kernel
-from fsdptrain.model import varlen
+from fsdptrain.forecast.trace import SYMMETRIC, Alloc, Kernel
+from fsdptrain.model import flash, varlen
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.simulate.server import Models, estimate
@@ -105,7 +108,13 @@ def test_flops_need_no_formula_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _check_step_on_hopper(folder: Path) -> None:
-    changes = {"data__packing": "none", "fsdp__mixed_precision": {}, "train__global_batch_size": 16}
+    one_layer = SMALL | {"num_hidden_layers": 1}
+    changes = {
+        "model__config": one_layer,
+        "data__packing": "none",
+        "fsdp__mixed_precision": {},
+        "train__global_batch_size": 16,
+    }
     plan = plan_of(folder, 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
     config = config_of(plan)
     models = Models(config)
@@ -114,10 +123,49 @@ def _check_step_on_hopper(folder: Path) -> None:
     trace = simulate(plan, config, pretend=True, card=H100)
     names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
-    assert (
-        "attention is computed by cuDNN, which torch prefers on h100-80gb" in estimate(plan, models, H100, True).notes
-    )
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
+    assert estimate(plan, models, H100, True).attention == "cuDNN"
+    _check_rates(plan, models)
+    if hasattr(FSDPModule, "set_symm_mem_for_comm"):  # since torch 2.13
+        _check_keys_of_nccl(plan, models)
+
+
+def _check_keys_of_nccl(plan: Plan, models: Models) -> None:
+    """A group for reductions takes NCCL's memory; buffers in symmetric memory have blocks of their own."""
+    keys: tuple[dict[str, Any], ...] = ({}, {"fsdp.separate_reduce_scatter": True}, {"fsdp.symmetric_memory": True})
+    plain, apart, symmetric = (estimate(varied(plan, key), models, H100, True) for key in keys)
+    assert apart.overhead_bytes == plain.overhead_bytes + H100.communicator
+    assert (apart.collectives, apart.reserved_bytes) == (plain.collectives, plain.reserved_bytes)
+    assert (symmetric.peak_bytes, symmetric.collectives) == (plain.peak_bytes, plain.collectives)
+    assert symmetric.reserved_bytes > plain.reserved_bytes
+    assert any("its effect on time is not counted" in note for note in symmetric.notes)
+    trace = simulate(varied(plan, keys[2]), models.config, True, H100)
+    allocs = [event for event in trace.events if isinstance(event, Alloc)]
+    pooled = {event.storage.category for event in allocs if event.stream <= SYMMETRIC}
+    assert pooled == {"communication buffers", "gradients"}  # the reduced gradients, in float32, stay
+    assert all(e.stream <= SYMMETRIC or e.size < 1024 for e in allocs if e.storage.category == "communication buffers")
+
+
+def _check_rates(plan: Plan, models: Models) -> None:
+    """Each kernel that a recipe or an installed package chooses computes at its own rate."""
+    packed = varied(plan, {"data.packing": "concat", "data.seq_len": 512})  # more arithmetic than memory
+    found = {}
+    for kernel, card in {
+        "varlen": H100, "FA3": dataclasses.replace(H100, flash="FA3"), "flash_attention_2": H100,
+        "flex_attention": H100,
+    }.items():  # fmt: skip
+        named = kernel if kernel in ("flash_attention_2", "flex_attention") else "auto"
+        of = varied(packed, {"model.attn_implementation": named, "train.micro_batch_size": 1})
+        found[kernel] = estimate(of, models, card, True)
+    assert {name: each.attention for name, each in found.items()} == {
+        "varlen": "FlashAttention 2", "FA3": "FlashAttention 3", "flash_attention_2": "FlashAttention 2",
+        "flex_attention": "flex_attention",
+    }  # fmt: skip
+    [note] = [note for note in found["varlen"].notes if "FlashAttention 3 is faster" in note]
+    assert flash.INSTALL["FA3"] in note and f"{found['FA3'].step_s:.3g} s a step for" in note
+    assert found["FA3"].compute_s < found["varlen"].compute_s
+    assert found["flex_attention"].compute_s < found["flash_attention_2"].compute_s
+    assert not any("faster" in note for name, each in found.items() if name != "varlen" for note in each.notes)
 
 
 def test_a_step_on_hopper_uses_cudnn_and_has_the_workspaces_of_cublas(tmp_path: Path) -> None:
