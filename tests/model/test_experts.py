@@ -22,6 +22,7 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.train.preflight import prepare_model
 
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")  # gpt_oss has [experts, in, out], and biases
+EXPORTED = KINDS[1:]
 STEPS, BATCH, RANK, SCALE, RATE = 3, 8, 3, 2.0, 1e-3
 TARGETS = {"mixtral": "[experts]", "qwen3_moe": "[all-linear, experts]", "gpt_oss": "[q_proj, experts]",
            "deepseek_v3": "['*.experts.down_proj', q_b_proj]"}  # fmt: skip
@@ -95,7 +96,7 @@ class Plain:
 
 
 def test_curves_and_gradients_agree_with_a_plain_loop(recipe: Path, tmp_path: Path) -> None:
-    more = {kind: ["fsdp.activation_checkpointing=full"] if kind == "qwen3_moe" else [] for kind in KINDS}
+    more = {"mixtral": ["fsdp.activation_checkpointing=full"], "gpt_oss": [], "deepseek_v3": []}
     variants = {kind: variant(recipe, kind, *words) for kind, words in more.items()}
     arguments = {"recipe": str(recipe), "variants": variants, "steps": STEPS, "made": str(tmp_path)}
     found = on_ranks(2, "adapted", tmp_path, **arguments)[0]
@@ -117,13 +118,13 @@ def test_curves_and_gradients_agree_with_a_plain_loop(recipe: Path, tmp_path: Pa
 @pytest.fixture(scope="module")
 def exported(recipe: Path) -> dict[str, Path]:
     """Return the exports of two ranks: the merged model, with the adapter in a subfolder."""
-    variants = {kind: variant(recipe, kind, "optim.lr=0.01") for kind in KINDS}
+    variants = {kind: variant(recipe, kind, "optim.lr=0.01") for kind in EXPORTED}
     arguments = {"recipe": str(recipe), "variants": variants, "steps": STEPS}
     assert on_ranks(2, "adapter_exports", recipe.parent / "out", **arguments) == [{}, {}]
-    return {kind: recipe.parent / "runs" / kind / "original" for kind in KINDS}
+    return {kind: recipe.parent / "runs" / kind / "original" for kind in EXPORTED}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPORTED)
 def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(
     kind: str, recipe: Path, exported: dict[str, Path]
 ) -> None:

@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import loss
@@ -237,6 +237,7 @@ class Turned(nn.Module):
 
     def __init__(self, between: bool) -> None:
         super().__init__()
+        self.config = PreTrainedConfig()
         self.decoder, self.lm_head, self.between = nn.Linear(4, 4), nn.Linear(4, 9), between
 
     def get_decoder(self) -> nn.Module:
