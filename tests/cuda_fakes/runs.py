@@ -192,7 +192,8 @@ def train(recipe: Path, words: list[str]) -> None:
 
 def trainers(folder: Path) -> None:
     """Train packed rows in bf16 and in float8, and in float32 longer ones that are not packed, with offload."""
-    recipe = write_recipe(folder, data__eval={"fraction": 0.1}, eval__every=2, launch__nproc_per_node=1)
+    few = {"data__eval": {"fraction": 0.02}, "train__global_batch_size": 2}
+    recipe = write_recipe(folder, **few, eval__every=2, launch__nproc_per_node=1)
     for words in ([], ["train.float8=rowwise"], ["train.float8=tensorwise"]):
         train(recipe, [*words, "fsdp.mixed_precision.param_dtype=bfloat16"])
     train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
