@@ -25,6 +25,7 @@ import waits
 from cuda_fakes.lines import PACKAGE, cuda_lines, traced
 from simulated import SMALL, on_fake, plan_of
 from support import write_recipe
+from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,15 +46,47 @@ from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.request import Request
 
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
-NAME, PCI = "NVIDIA H100 80GB HBM3", {"pci_domain_id": 0, "pci_bus_id": 0, "pci_device_id": 0}
+PROPERTIES = {  # of a card of each capability, as torch reports them; threads, registers and warps are the same on all
+    80: {"name": "NVIDIA A100-SXM4-80GB", "multi_processor_count": 108, "shared_memory_per_block_optin": 163 * 2**10},
+    90: {"name": "NVIDIA H100 80GB HBM3", "multi_processor_count": 132, "shared_memory_per_block_optin": 227 * 2**10},
+    100: {"name": "NVIDIA B200", "multi_processor_count": 148, "shared_memory_per_block_optin": 227 * 2**10},
+}
+COMMON = {
+    "total_memory": MEMORY, "pci_domain_id": 0, "pci_bus_id": 0, "pci_device_id": 0, "minor": 0, "warp_size": 32,
+    "regs_per_multiprocessor": 2**16, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+}  # fmt: skip
+
+
+class CudaGenerator(torch.Generator):
+    """A generator that says it is on the GPU: torch 2.11 keeps its state for attention that is recomputed."""
+
+    device = CUDA
+
+    def clone_state(self) -> CudaGenerator:
+        return CudaGenerator()
 
 
 class CudaBackend(Backend):
-    """What `torch.cuda` answers on a machine with one H100, besides its streams and events."""
+    """What `torch.cuda` answers on a machine with one GPU, besides its streams and events."""
 
-    get_device_name = staticmethod(lambda device=None: NAME)
-    get_device_capability = staticmethod(lambda device=None: (9, 0))
-    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name=NAME, total_memory=MEMORY, **PCI))
+    def __init__(self, capability: int) -> None:
+        self.properties = SimpleNamespace(**PROPERTIES[capability], **COMMON, major=capability // 10)
+
+    def get_device_name(self, device: Any = None) -> str:
+        return self.properties.name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return self.properties.major, 0
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return self.properties
+
+    _exchange_device = staticmethod(lambda device: 0)
+    _maybe_exchange_device = staticmethod(lambda device: 0)
+    default_generators = (CudaGenerator(),)
+    get_rng_state = staticmethod(lambda device=None: torch.zeros(16, dtype=torch.uint8))
+    set_rng_state = staticmethod(lambda state, device=None: None)
+    is_bf16_supported = staticmethod(lambda including_emulation=True: True)
     mem_get_info = staticmethod(lambda device=None: (MEMORY, MEMORY))
     max_memory_allocated = staticmethod(lambda device=None: 2**30)
     is_current_stream_capturing = staticmethod(lambda: False)
@@ -65,19 +98,20 @@ class CudaBackend(Backend):
         return {"reserved_bytes": {"all": {"current": 2**30}}, "num_alloc_retries": 0}
 
 
-def pretend_cuda() -> None:
-    """Give this process a pretended GPU; for good."""
+def pretend_cuda(capability: int = 90) -> None:
+    """Give this process a pretended GPU of a compute capability (9.0 is 90); for good."""
     torch._C._ensureCUDADeviceGuardSet()  # first: it does nothing where devices are counted
     FakeTensorMode.avoid_device_init = True  # type: ignore[assignment, method-assign]  # as where no GPU is available
     fake_tensor.init_gpu_context = lambda *_: None
     ctypes.c_byte.in_dll(ctypes.CDLL(None), "gpus").value = 127
     pretended.PRETEND, PretendStream.device_type = CUDA.type, int(torch._C._autograd.DeviceType.CUDA)
     PretendStream.current.append(PretendStream())
-    backend = CudaBackend()
-    for name in dir(backend):
-        if not name.startswith("__"):
-            setattr(torch.cuda, name, getattr(backend, name))
-    torch.accelerator.current_stream = backend.current_stream
+    backend = CudaBackend(capability)
+    for name in (name for name in dir(backend) if not name.startswith("__")):
+        setattr(torch.cuda, name, getattr(backend, name))
+        if name in vars(CudaInterface) and name not in ("Stream", "Event"):  # the compiler's, which has the originals
+            setattr(CudaInterface, name, getattr(backend, name))
+    torch.accelerator.current_stream = lambda device=None: backend.current_stream()
     functional: Any = torch.nn.functional
     functional.scaled_dot_product_attention = cuda_attention(CUDA.type, functional.scaled_dot_product_attention)
 
@@ -159,7 +193,8 @@ def train(recipe: Path, words: list[str]) -> None:
 
 def trainers(folder: Path) -> None:
     """Train packed rows in bf16 and in float8, and in float32 longer ones that are not packed, with offload."""
-    recipe = write_recipe(folder, data__eval={"fraction": 0.1}, eval__every=2, launch__nproc_per_node=1)
+    few = {"data__eval": {"fraction": 0.02}, "train__global_batch_size": 2}
+    recipe = write_recipe(folder, **few, eval__every=2, launch__nproc_per_node=1)
     for words in ([], ["train.float8=rowwise"], ["train.float8=tensorwise"]):
         train(recipe, [*words, "fsdp.mixed_precision.param_dtype=bfloat16"])
     train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
@@ -171,6 +206,10 @@ def validations(folder: Path) -> None:
     request, findings = Request(plan), Findings()
     dry_run.dry_run(request, findings)
     print("validate", findings.problems, costs.hardware_here(plan), flush=True)
+    unknown = SimpleNamespace(name="a card that is in no table", total_memory=MEMORY)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda *_: unknown):
+        costs.check_step(request, None, None, None, findings, None)  # type: ignore[arg-type]
+    print("validate, unknown", findings.notes, flush=True)
     machine.attention_available("flash_attention_2")
     os.environ["MASTER_PORT"] = str(unused_port())
     with mock.patch.object(here, "measured_links", lambda *_: {}):
