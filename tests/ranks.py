@@ -59,11 +59,11 @@ from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
+from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
-from fsdptrain.train.step import find_sources
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
@@ -649,7 +649,8 @@ def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eag
 def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Put a NaN into the loss, then into a gradient, on the last rank only; return what is raised and found.
 
-    `again` is what is found when the step is finite, as after a fault that does not recur.
+    `unit` and `operator` put it into the output of a layer, and into what the backward of one makes. `again`
+    is what is found when the step is finite, as after a fault that does not recur.
     """
     run = build(recipe, overrides)
     curve(run, 1)
@@ -658,12 +659,20 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     batches = batches_of(run.plan, run.stream, 1, run.world.rank)
     tokens = run.stream.label_tokens(run.plan.step_positions(1))
     found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
-    whole = run.engine.loss
-    for name, spoil in {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}.items():
+    whole, mlp = run.engine.loss, decoder_layers(run.engine.model)[1][1].mlp
+    of_loss = {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}
+    of_layer = {"unit": lambda output: output * float("nan"), "operator": lambda output: output + zero_root(output)}
+    for name, spoil in {**of_loss, **of_layer}.items():
 
-        def loss(batch: Any, divisor: int, spoil: Any = spoil) -> torch.Tensor:
+        def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:
+            if run.world.rank < run.world.size - 1 or batch is not batches[1]:
+                return whole(batch, divisor)
+            if name in of_loss:
+                return spoil(whole(batch, divisor))
+            hook = mlp.register_forward_hook(lambda _module, _inputs, output: spoil(output))
             value = whole(batch, divisor)
-            return spoil(value) if run.world.rank == run.world.size - 1 and batch is batches[1] else value
+            hook.remove()
+            return value
 
         run.engine.loss = loss
         try:
@@ -818,6 +827,11 @@ def digest_of(run: Trainer) -> str:
         for tensor in filter(torch.is_tensor, (part, *state.values())):
             digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
+
+
+def zero_root(output: torch.Tensor) -> torch.Tensor:
+    """Return zeros, whose gradient is not finite."""
+    return (output - output.detach()).sqrt()
 
 
 def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:

@@ -260,6 +260,9 @@ FOREIGN_NAMES = {
     "not supported: train.compile uses torch.compile's own backend and mode": (
         "torch_compile_backend torch_compile_mode"
     ),
+    "always on: a step that is not finite is repeated, and the message names the operator; delete the line": (
+        "detect_anomaly debug_anomaly"
+    ),
     "train.deterministic": "full_determinism cudnn_deterministic_mode",
     "seed": "data_seed random_seed",
     # eval, checkpoint, export, log
@@ -285,8 +288,9 @@ FOREIGN_NAMES = {
     _REPORTS: (
         "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
         "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
-        "wall_clock_breakdown comms_logger flops_profiler profiler"
+        "wall_clock_breakdown comms_logger flops_profiler"
     ),
+    "log.profile: {steps: [FIRST, LAST]}": "profiler profile_steps profiler_steps* profiler_enable",
     # launch
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines hostfile num_nodes",

@@ -52,6 +52,26 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     if recipe.train.steps is None and recipe.train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
     yield from _launch_problems(recipe)
+    if recipe.log.profile and (problem := profile_problem(recipe, recipe.train.steps)):
+        yield problem
+
+
+PROFILE = "log.profile"
+MOST_PROFILED = 50  # steps, of which the traces are in host memory until they are written
+
+
+def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
+    """Return the problem with `log.profile`, which is set, in a run of so many steps; None: their number is unknown."""
+    if not matches_form(recipe.log.profile, {"steps": list[int]}):
+        return None  # another check refuses it
+    steps, example = recipe.log.profile["steps"], "give the first and the last, such as [10, 12]"
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        return Problem(f"steps: {value_text(steps)} is not a range of steps, which count from 1: {example}", PROFILE)
+    if steps[1] - steps[0] >= MOST_PROFILED:
+        return Problem(f"steps: {value_text(steps)} are more than {MOST_PROFILED} steps: {example}", PROFILE)
+    if total_steps is not None and steps[1] > total_steps:
+        return Problem(f"steps: {value_text(steps)}, but the last step of the run is {total_steps}", PROFILE)
+    return None
 
 
 def sections_read(path: str) -> set[str]:

@@ -405,6 +405,11 @@ class Log:
     every: int = key(1, "steps between `step` events", at_least=1)
     tensorboard: bool = key(True, "also write TensorBoard events")
     forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
+    profile: Any = key(
+        None,
+        "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",
+        forms=(None, {"steps": list[int]}),
+    )
 
 
 # No cluster is larger, and what is done for each rank ends in seconds.

@@ -89,6 +89,11 @@ class RunDir:
         return self.root / "tensorboard"
 
     @property
+    def profiles(self) -> Path:
+        """What `log.profile` recorded, in files of each rank: traces (.json.gz) and memory snapshots (.pickle)."""
+        return self.root / "profiles"
+
+    @property
     def logs(self) -> Path:
         """The output of every worker and of the launcher."""
         return self.root / "logs"
@@ -201,5 +206,5 @@ class RunDir:
     def written_paths(self) -> list[Path]:
         """Return every file and folder that a run writes directly into its folder."""
         inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned]
-        reports = [self.metrics, self.forecast, self.tensorboard, self.logs]
+        reports = [self.metrics, self.forecast, self.tensorboard, self.profiles, self.logs]
         return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]

@@ -35,6 +35,7 @@ from fsdptrain.config.paths import (
 )
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.reflection import all_paths, flat
+from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
@@ -241,9 +242,12 @@ class Plan:
     def length_problem(self, sequences: int) -> Problem | None:
         """Return the problem with `train.epochs` passes over this many sequences; None if a step has no more of them.
 
-        Such a step would read the same rows several times, at one learning rate, and call that an epoch.
+        Such a step would read the same rows several times, at one learning rate, and call that an epoch. Or with
+        `log.profile`, if the run has not as many steps.
         """
         train = self.recipe.train
+        if self.recipe.log.profile and (problem := profile_problem(self.recipe, self.total_steps(sequences))):
+            return problem
         if train.steps is not None or train.global_batch_size <= sequences:
             return None
         counts = {each.topology.world_size // self.context for each in self.on_each_number()}

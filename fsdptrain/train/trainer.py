@@ -21,7 +21,9 @@ from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.train.failure import exit_from_thread
+from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
+from fsdptrain.train.profiling import Recording
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -38,7 +40,7 @@ from fsdptrain.train.setup import (
     suited_to_one_gpu,
     use_best_flash,
 )
-from fsdptrain.train.step import Engine, QueuedStep, StepStats, find_sources
+from fsdptrain.train.step import Engine, QueuedStep, StepStats
 from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 
@@ -91,6 +93,7 @@ class Trainer:
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
         self.sizes, self.peak_flops = sizes, peak_flops
         self.totals = Totals()
+        self.recording = Recording(self.plan, self.world.rank, self.world.device)
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
@@ -150,6 +153,7 @@ class Trainer:
         gc.disable()
         with contextlib.closing(self.prefetch):
             done, stop = self.train_steps()
+        self.recording.close()  # a stop may have come between its steps
         gc.enable()
         gc.unfreeze()
         # The last checkpoint may still be under way; if it fails, the run fails.
@@ -183,7 +187,8 @@ class Trainer:
                 return done, stop
             if saves:
                 self.let_nodes_join(done)
-            stop = self.step(done)
+            with self.recording.step(done):
+                stop = self.step(done)
             done += 1
             if done % GC_EVERY == 0:
                 gc.collect()

@@ -100,7 +100,7 @@ train:
 eval:     {every: null}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
-log:      {every: 1, tensorboard: true, forecast: true}
+log:      {every: 1, tensorboard: true, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -886,6 +886,19 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         ),
         (["eval.every=10"], "eval.every", "set data.eval"),
         (["checkpoint.every=null", "checkpoint.async=true"], "checkpoint.async", "no effect without checkpoint.every"),
+        (
+            ["log.profile={steps: [9, 12]}", "train.steps=10"],
+            "log.profile",
+            "[9, 12], but the last step of the run is 10",
+        ),
+        (
+            ["log.profile={steps: [12]}"],
+            "log.profile",
+            "[12] is not a range of steps, which count from 1: give the first",
+        ),
+        (["log.profile={steps: [3, 2]}"], "log.profile", "[3, 2] is not a range of steps"),
+        (["log.profile={steps: [0, 2]}"], "log.profile", "[0, 2] is not a range of steps"),
+        (["log.profile={steps: [1, 51]}"], "log.profile", "[1, 51] are more than 50 steps"),
         (["launch.rdzv_endpoint=node:29500"], "launch.rdzv_endpoint", "no effect with launch.nnodes: 1"),
     ],
 )

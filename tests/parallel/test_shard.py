@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,11 @@ def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: li
         assert rank["poisoned"]["loss"]["sources"] == [{**where, "what": "the loss is nan"}]
         assert rank["poisoned"]["gradient"]["sources"] == [{**where, "what": "the gradient of lm_head.weight"}]
         assert rank["poisoned"]["again"] == []
+        layer = "the loss is nan, first in the output of model.layers.1"
+        assert rank["poisoned"]["unit"]["sources"] == [{**where, "what": layer}]
+        [operator] = rank["poisoned"]["operator"]["sources"]
+        named = r"the gradient of \S+, first from SqrtBackward0 of `.*\.sqrt\(\)` \(ranks\.py:\d+\)"
+        assert re.fullmatch(named, operator.pop("what")) and operator == where
 
 
 def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:
