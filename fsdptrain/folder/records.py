@@ -57,7 +57,12 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not _field_fault(way, fields) for way in ways)
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
+
+
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
+COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
 NUMBER = FieldType("a number", _is_number)
 SECONDS = FieldType("a number of seconds", _is_seconds)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
@@ -113,7 +118,7 @@ EVENTS = {
         },
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
-            "reserved_memory_bytes": COUNT, "alloc_retries": COUNT,
+            "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
         },
         undone=True, on_board=True, trains=True,
     ),

@@ -429,8 +429,9 @@ def report_start(
         )
         profile = recipe.log.profile
         missed = "log.profile: its steps are made already, and not recorded again"
-        notes = [note, missed if profile and profile["steps"][1] <= steps_made else None]
-        session.reporter.resume(steps_made, changed, [*filter(None, notes)])
+        notes = [note] if note else []
+        notes += [missed] if profile and profile["steps"][1] <= steps_made else []
+        session.reporter.resume(steps_made, changed, notes)
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 

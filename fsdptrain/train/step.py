@@ -52,21 +52,21 @@ class QueuedStep:
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes. `step_s` are this rank's seconds, its
-    wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
-    read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
-    for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0
-    if the device had work left from the step before) and `compute_s` (the forward passes of the decoder layers) in
+    `reserved_memory` is the largest of all ranks, in bytes. `step_s` are this rank's seconds, its wait for data
+    included, from the later of the beginning of this step and the end of the one before; steps that are read together
+    share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number for each rank:
+    `peak_memory` in bytes; `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0 if
+    the device had work left from the step before) and `compute_s` (the forward passes of the decoder layers) in
     seconds.
     """
 
     loss: float
     grad_norm: float
     stop: bool
-    peak_memory: int
     reserved_memory: int
     step_s: float
     usual_step_s: float
+    peak_memory: list[int]
     alloc_retries: list[int]
     data_s: list[float]
     compute_s: list[float]
@@ -146,10 +146,10 @@ class Engine:
             loss=mean,
             grad_norm=norm,
             stop=bool(stops.any()),
-            peak_memory=int(peaks.max()),
             reserved_memory=int(reserved.max()),
             step_s=self._step_s,
             usual_step_s=float(usual.max()),
+            peak_memory=[*map(int, peaks)],
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),

@@ -8,6 +8,7 @@ import gc
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -65,6 +66,7 @@ class Totals:
     seconds: float = 0.0
     skipped: int = 0  # non-finite steps since the last finite one
     alloc_retries: list[int] = field(default_factory=list)  # of each rank's allocator, up to the last `step` event
+    peak_memory: list[int] = field(default_factory=list)  # of each rank, at the last `step` event
     pace: Pace = field(default_factory=Pace)
 
     def add(self, tokens: int, positions: int, seconds: float) -> None:
@@ -263,8 +265,8 @@ class Trainer:
                 mfu=self.sizes.flops_per_step / (stats.step_s * self.peak_flops),
                 step_s=stats.step_s,
                 data_s=max(stats.data_s),
-                peak_memory_bytes=stats.peak_memory,
-                **self.allocator_fields(stats),
+                peak_memory_bytes=max(stats.peak_memory),
+                **self.memory_fields(stats),
                 samples=self.stream.digest(positions),
                 total_tokens=self.totals.tokens,
                 total_positions=self.totals.positions,
@@ -273,17 +275,20 @@ class Trainer:
         if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
 
-    def allocator_fields(self, stats: StepStats) -> dict[str, int]:
-        """Return the fields of a `step` event on GPUs: reserved bytes, and allocator retries since the last event.
+    def memory_fields(self, stats: StepStats) -> dict[str, Any]:
+        """Return the fields of a `step` event on memory that not all of them have.
 
-        Of both, those of the rank with the most.
+        The peak of each rank, if it is another than at the last event; on GPUs the reserved bytes, and the allocator's
+        retries since the last event, both of the rank with the most.
         """
+        fields = {"peak_memory_by_rank": stats.peak_memory} if stats.peak_memory != self.totals.peak_memory else {}
+        self.totals.peak_memory = stats.peak_memory
         if self.world.device.type != "cuda":
-            return {}
+            return fields
         before = self.totals.alloc_retries or [0] * self.world.size
         self.totals.alloc_retries = stats.alloc_retries
         retries = max(now - earlier for now, earlier in zip(stats.alloc_retries, before, strict=True))
-        return {"reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
+        return {**fields, "reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
 
     def skip_or_raise(self, inputs: StepInputs, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.

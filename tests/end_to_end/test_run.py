@@ -84,6 +84,9 @@ def test_metrics_have_the_documented_fields(finished: Any) -> None:
         "peak_memory_bytes", "samples",
     }  # fmt: skip
     assert all(wanted <= event.keys() for event in steps)
+    ranks = [event["peak_memory_by_rank"] for event in steps if "peak_memory_by_rank" in event]
+    assert "peak_memory_by_rank" in steps[0] and max(ranks[-1]) == steps[-1]["peak_memory_bytes"]
+    assert all(len(found) == 2 for found in ranks)
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [event["step"] for event in events(finished[0] / "run", "eval")] == [0, 3, 6]
 
