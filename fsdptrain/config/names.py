@@ -131,9 +131,7 @@ FOREIGN_NAMES = {
     f"fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; {TABLES} lists the rest": (
         "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
     ),
-    "fsdp.strategy": (
-        "sharding_strategy fsdp_sharding_strategy reshard_after_forward fsdp_reshard_after_forward parallelism_config"
-    ),
+    "fsdp.strategy": ("sharding_strategy fsdp_sharding_strategy fsdp_reshard_after_forward parallelism_config"),
     "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": (
         "stage"
     ),
@@ -209,9 +207,7 @@ FOREIGN_NAMES = {
     "not supported: weights are gathered in fsdp.mixed_precision.param_dtype, gradients reduced in reduce_dtype": (
         "zero_quantized_* zeropp_loco_param"
     ),
-    "not supported: fsdp.strategy: HYBRID_SHARD shards the optimizer state within the group too": (
-        "zero_hpz_partition_size"
-    ),
+    "fsdp.reshard_after_forward: the ranks of a node": "zero_hpz_partition_size",
     "not supported: it is a part of DeepSpeed's own implementation": (
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size "
         "mics_hierarchical_params_gather ignore_unused_parameters memory_efficient_linear override_module_apply "

@@ -84,6 +84,7 @@ fsdp:
   wrap: auto
   mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: null}
   backward_prefetch: BACKWARD_PRE
+  reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
   cpu_offload: false
@@ -856,6 +857,11 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         (
             ["fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.backward_prefetch=BACKWARD_PRE"],
             "fsdp.backward_prefetch",
+            "only with FULL_SHARD or HYBRID_SHARD",
+        ),
+        (
+            ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.reshard_after_forward=2"],
+            "fsdp.reshard_after_forward",
             "only with FULL_SHARD or HYBRID_SHARD",
         ),
         (["train.max_skipped=2"], "train.max_skipped", "train.on_nonfinite: stop, only with skip"),
