@@ -58,8 +58,8 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
-from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
@@ -780,6 +780,38 @@ def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, A
         "plain": all(all(map(torch.equal, own["params"], found["params"])) for own, found in pairs),
         "resumed": resumed.engine.steps_made == at and digest_of(resumed) == digest_of(run),
     }
+
+
+def scaled(recipe: str, overrides: list[str], start: float, interval: int, at: int) -> dict[str, Any]:
+    """Train in float16 with a loss scale that begins with `start`; save after step `at`, and resume from there.
+
+    Returns [loss, gradient norm, loss scale] of each step, what was reported as skipped, and whether weights, state and
+    loss scale at the end are those of the resumed run (`resumed`), which reports the same steps again (`again`).
+    """
+    found: dict[str, Any] = {}
+    with patch.object(loss_scale, "START", start), patch.object(loss_scale, "INTERVAL", interval):
+        for name in ("curve", "again"):
+            run = build(recipe, overrides)
+            events: list[Any] = []
+            run.reporter.event = lambda kind, events=events, **fields: events.append((kind, fields))  # type: ignore
+            report, made = run.add_step, []
+
+            def add_step(queued: Any, stats: Any, report: Any = report, made: Any = made) -> None:
+                made.append([stats.loss, stats.grad_norm, stats.loss_scale])
+                report(queued, stats)
+
+            run.add_step = add_step  # type: ignore[method-assign]
+            run.reads_late = name == "again"  # the same, one step late
+            for step in range(run.engine.steps_made, run.sizes.total_steps):
+                run.step(step)
+                if name == "curve" and step + 1 == at:
+                    run.save(at, wait=True)
+            run.read_steps()
+            run.prefetch.close()
+            found[name], end = made, [digest_of(run), run.engine.loss_scale.state()]  # type: ignore[union-attr]
+            found.setdefault("skipped", [fields for kind, fields in events if kind == "skip"])
+            found["resumed"] = found.setdefault("end", end) == end
+    return found
 
 
 def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -58,12 +59,15 @@ class Manifest:
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
     skipped: int = 0  # of the steps, those that were not finite: the optimizer has not made them
+    loss_scale: list[float] | None = None  # in float16: the loss scale, and the steps since it changed
 
     def sealed(self) -> bytes:
         """Return the content of `manifest.json`, with its checksum."""
         fields = dataclasses.asdict(self)
         if not self.skipped:
             del fields["skipped"]  # an earlier version knows no such field
+        if self.loss_scale is None:
+            del fields["loss_scale"]
         text = json.dumps(fields, indent=2, sort_keys=True)
         return with_checksum(text.removesuffix("\n}").encode())
 
@@ -92,7 +96,7 @@ def read_manifest(folder: Location) -> Manifest:
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
-    fields.setdefault("skipped", 0)
+    fields = {"skipped": 0, "loss_scale": None} | fields
     problem = _field_problem(fields)
     if problem:
         raise CheckpointError(f"{path} is not a valid manifest: {problem}")
@@ -134,6 +138,7 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
         "format": type(fields["format"]) is int,
         "step": _is_count(fields["step"]),
         "skipped": _is_count(fields["skipped"]),
+        "loss_scale": fields["loss_scale"] is None or _is_loss_scale(fields["loss_scale"]),
         "world_size": _is_count(fields["world_size"]),
         "plan_digest": isinstance(fields["plan_digest"], str),
         "identity": isinstance(fields["identity"], dict),
@@ -143,6 +148,11 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
     if valid["files"]:
         invalid |= {f"files: {name!r}": entry for name, entry in files.items() if not _is_file_entry(name, entry)}
     return next((f"{name}: {reprlib.repr(value)}" for name, value in invalid.items()), None)
+
+
+def _is_loss_scale(value: Any) -> bool:
+    numbers = isinstance(value, list) and len(value) == 2 and all(type(number) is float for number in value)
+    return numbers and 0 < value[0] < math.inf and 0 <= value[1] < math.inf
 
 
 def _is_count(value: Any) -> bool:

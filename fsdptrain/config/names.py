@@ -146,9 +146,8 @@ FOREIGN_NAMES = {
     "fsdp.wrap: {min_params: …}": "min_num_params fsdp_min_num_params",
     "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
     "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
-    "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
-        "fp16 amp loss_scale* float16"
-    ),
+    "fsdp.mixed_precision.param_dtype: float16, for GPUs without bfloat16": "fp16 amp float16",
+    "always dynamic, as torch.amp.GradScaler's: delete the line": "loss_scale* initial_scale_power hysteresis",
     "train.float8: rowwise or tensorwise": "fp8 enable_fp8_training",
     "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
@@ -314,7 +313,7 @@ _PATTERNS = {name: text for name, text in REPLACEMENTS.items() if "*" in name}
 # Key → foreign value → the recipe's value. A message suggests the value; it is never substituted silently.
 FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp.strategy": {alias: strategy.value for strategy in Strategy for alias in strategy.aliases},
-    "fsdp.mixed_precision.param_dtype": {"fp16": "bfloat16", "float16": "bfloat16", "mixed": "bfloat16"},
+    "fsdp.mixed_precision.param_dtype": {"mixed": "bfloat16"},
     "fsdp.backward_prefetch": {"no_prefetch": "NONE", None: "NONE", False: "NONE", True: "BACKWARD_PRE"},
     "fsdp.activation_checkpointing": {True: "full", False: "none", None: "none", "block": "full"},
     "fsdp.wrap": {True: "auto", "transformer_based_wrap": "auto", "size_based_wrap": {"min_params": 100_000_000}},

@@ -26,6 +26,7 @@ SECTIONS_READ = {
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
+    "fsdp.mixed_precision.param_dtype": ("model",),
     "parallel.context": ("data", "model"),
     "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
     "export.dtype": ("adapter",),
@@ -278,8 +279,13 @@ def _library_fault(library: str, least: tuple[int, int]) -> str | None:
 
 
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between keys of `fsdp`."""
+    """Yield the problems between keys of `fsdp`, and with the dtype of the master weights."""
     strategy = recipe.fsdp.strategy
+    if recipe.fsdp.mixed_precision.param_dtype == "float16" and recipe.model.dtype != "float32":
+        yield Problem(
+            f"float16 needs model.dtype: float32: an unscaled gradient is below what {recipe.model.dtype} can add",
+            "fsdp.mixed_precision.param_dtype",
+        )
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         yield Problem(
             f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: each rank's shard of the gradients "

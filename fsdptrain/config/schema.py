@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdptrain.config.dtypes import Dtype
+from fsdptrain.config.dtypes import ComputeDtype, Dtype
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
@@ -154,7 +154,11 @@ class Data:
 class MixedPrecision:
     """The dtypes of compute, of gradient reduction and of the model's buffers."""
 
-    param_dtype: Dtype = key("bfloat16", "dtype of gathered parameters, activations and matrix products")
+    param_dtype: ComputeDtype = key(
+        "bfloat16",
+        "dtype of gathered parameters, activations and matrix products; float16, for GPUs without bfloat16, comes with "
+        "a dynamic loss scale",
+    )
     reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (afterwards model.dtype)")
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 

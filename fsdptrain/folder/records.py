@@ -119,6 +119,7 @@ EVENTS = {
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
             "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
+            "loss_scale": NUMBER,
         },
         undone=True, on_board=True, trains=True,
     ),

@@ -186,9 +186,9 @@ class World:
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of an MFU of 1: the published figure of a known GPU, else this device's matrix rate."""
-        if self.device.type == "cuda" and dtype == torch.bfloat16:
+        if self.device.type == "cuda" and dtype.itemsize == 2:
             known = card(torch.cuda.get_device_name(self.device), self.device_memory())
-            if known and known.bf16:
+            if known and (known.bf16 or dtype == torch.float16):
                 return known.flops
         return matrix_rate(self.device, dtype)
 

@@ -139,7 +139,8 @@ class Trainer:
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, fields)
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset)
+        scale = checkpointer.loss_scale
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -242,6 +243,11 @@ class Trainer:
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
         self.session.watchdog.reset(step_done=True)
+        if not math.isfinite(stats.grad_norm):
+            what = f"the gradient overflows float16 with a loss scale of {stats.loss_scale:g}, which is halved"
+            self.reporter.event("skip", step=made.inputs.step + 1, what=f"step {made.inputs.step + 1}: {what}")
+            self.checkpointer.skipped += 1
+            return
         positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
         self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
         self.most_unread = count_within(NOTICED_S, stats.usual_step_s)
@@ -259,6 +265,7 @@ class Trainer:
                 loss=stats.loss,
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
+                **({"loss_scale": stats.loss_scale} if self.engine.loss_scale else {}),
                 tokens=label_tokens,
                 tokens_per_s=label_tokens / stats.step_s,
                 positions_per_s=len(positions) * seq_len / stats.step_s,
@@ -354,6 +361,7 @@ class Trainer:
         """Save a checkpoint. Return whether a stop came during it; always False without `wait`."""
         # Within this call two saves may be written and read back: the previous one and this one.
         self.session.watchdog.reset(disk_bytes=4 * self.sizes.state_bytes)
+        self.checkpointer.loss_scale = self.engine.loss_scale.state() if self.engine.loss_scale else None
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)
         self.session.watchdog.reset()
         return wait and self.any_stop()  # a collective, so only where all ranks wait anyway

@@ -427,7 +427,7 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
         ("fsdp.strategy", "1"),
         ("fsdp.strategy", "null"),
         ("fsdp.strategy", "full"),
-        ("fsdp.mixed_precision.param_dtype", "float16"),
+        ("fsdp.mixed_precision.param_dtype", "float64"),
         ("fsdp.mixed_precision.param_dtype", "null"),
         ("data.packing", "false"),
         ("model.config", "[1]"),
@@ -552,7 +552,7 @@ def needed(path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
 def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, path: str) -> None:
-    values = [value_at(Recipe(), path), True, 1, 0.5, "dequantized", "x", ["x"]]
+    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "x", ["x"]]
     value = next(value for value in values if value not in (None, "", [], 0) and accepts(path, value))
     for other in needs_of(path):
         [problem] = refused(tmp_path, BASE, f"{path}={json.dumps(value)}", f"{other}x=1")
@@ -644,7 +644,7 @@ def test_free_text_keeps_its_spelling(tmp_path: Path) -> None:
         ("fsdp.backward_prefetch", "null", "NONE"),
         ("fsdp.strategy", "FULL_SHRAD", "FULL_SHARD"),
         ("fsdp.strategy", "zero2", "SHARD_GRAD_OP"),
-        ("fsdp.mixed_precision.param_dtype", "fp16", "bfloat16"),
+        ("fsdp.mixed_precision.param_dtype", "mixed", "bfloat16"),
         ("fsdp.wrap", "LlamaDecoderLayer", "[LlamaDecoderLayer]"),
         ("fsdp.wrap", "100000000", "{min_params: 100000000}"),
         ("model.tokenizer", "4096", "{train: 4096}"),
@@ -863,6 +863,11 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.reshard_after_forward=2"],
             "fsdp.reshard_after_forward",
             "only with FULL_SHARD or HYBRID_SHARD",
+        ),
+        (
+            ["fsdp.mixed_precision.param_dtype=fp16", "model.dtype=bfloat16"],
+            "fsdp.mixed_precision.param_dtype",
+            "float16 needs model.dtype: float32",
         ),
         (["train.max_skipped=2"], "train.max_skipped", "train.on_nonfinite: stop, only with skip"),
         (

@@ -518,7 +518,7 @@ def test_the_events_have_retries_since_the_last_event_and_the_memory_of_ranks_if
     trainer = Trainer.__new__(Trainer)
     trainer.totals = Totals()
     trainer.world = SimpleNamespace(device=torch.device("cuda"), size=2)  # type: ignore[assignment]
-    stats = StepStats(1.0, 1.0, False, 7, 1.0, 1.0, [4, 5], [0, 5], [], [])
+    stats = StepStats(1.0, 1.0, 1.0, False, 7, 1.0, 1.0, [4, 5], [0, 5], [], [])
     found = {"peak_memory_by_rank": [4, 5], "reserved_memory_bytes": 7, "alloc_retries": 5}
     assert trainer.memory_fields(stats) == found
     # The rank with the most in all is not the one with the most since the last event.
