@@ -128,13 +128,11 @@ FOREIGN_NAMES = {
     ),
     # fsdp
     f"fsdp: {TABLES} lists what each of its keys is called here": "fsdp_config",
-    f"fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; {TABLES} lists the rest": (
-        "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
-    ),
+    "fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP, stage 1 with accumulation: hold; "
+    f"{TABLES} lists the rest": ("deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"),
     "fsdp.strategy": ("sharding_strategy fsdp_sharding_strategy fsdp_reshard_after_forward parallelism_config"),
-    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": (
-        "stage"
-    ),
+    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP, 1 with accumulation: hold; LLaMA-Factory's "
+    "stage is data.format": ("stage"),
     "fsdp.shard_size: with fsdp.strategy: HYBRID_SHARD; the number of copies is derived": (
         "mics_shard_size dp_shard_size dp_replicate_size parallelism_config_dp_shard_size "
         "parallelism_config_dp_replicate_size data_parallel_shard_dim data_parallel_replicate_dim"
@@ -190,6 +188,18 @@ FOREIGN_NAMES = {
     ),
     "not supported: tensors and layers are not divided among ranks": (
         "tensor_parallel_* tensor_parallel_size pipeline pipeline_* parallelism_config_tp_size megatron_lm_config"
+    ),
+    "derived from fsdp.wrap (the gradients of a unit, such as a decoder layer, are one bucket): delete the line": (
+        "bucket_cap_mb ddp_bucket_cap_mb"
+    ),
+    "always on (the gradient of a shard is a part of the buffer that was reduced): delete the line": (
+        "gradient_as_bucket_view ddp_gradient_as_bucket_view"
+    ),
+    "not needed: a parameter that the model never uses gets no gradient, and no rank waits for it; delete the line": (
+        "find_unused_parameters ddp_find_unused_parameters"
+    ),
+    "not needed: units find their gradients anew in each backward, with recomputation too; delete the line": (
+        "static_graph ddp_static_graph"
     ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
     "not supported: training is on NVIDIA GPUs or CPUs": "xla xla_* tpu_* downcast_bf16",
@@ -332,6 +342,10 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     },
     "checkpoint.resume": {True: "auto", False: "never", None: "never"},
 }  # fmt: skip
+
+
+# (key, foreign value) → what else must be set for the recipe's value to mean the same.
+HINTS = {("fsdp.strategy", "zero1"): ", with fsdp.accumulation: hold"}
 
 
 def replacement_of(word: str) -> str | None:

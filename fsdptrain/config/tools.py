@@ -145,7 +145,7 @@ _STAGES: dict[Any, Settings] = {stage: {"fsdp.strategy": kind.value} for stage, 
 _STAGES[1] = {
     **_STAGES[2],
     "fsdp.accumulation": "hold",
-    NOTE: "ZeRO-1 has no counterpart: ZeRO-2 with fsdp.accumulation: hold is the nearest",
+    NOTE: "ZeRO-1: fsdp.accumulation: hold reduces gradients once a step, and until then each rank has all of them",
 }
 _RESHARDS: dict[Any, Settings] = {True: _STAGES[3], False: _STAGES[2]}
 _SECTION_BF16: dict[Any, Settings] = _yes("fsdp.mixed_precision.param_dtype", "bfloat16")

@@ -644,6 +644,7 @@ def test_free_text_keeps_its_spelling(tmp_path: Path) -> None:
         ("fsdp.backward_prefetch", "null", "NONE"),
         ("fsdp.strategy", "FULL_SHRAD", "FULL_SHARD"),
         ("fsdp.strategy", "zero2", "SHARD_GRAD_OP"),
+        ("fsdp.strategy", "ZERO1", "SHARD_GRAD_OP, with fsdp.accumulation: hold"),
         ("fsdp.mixed_precision.param_dtype", "mixed", "bfloat16"),
         ("fsdp.wrap", "LlamaDecoderLayer", "[LlamaDecoderLayer]"),
         ("fsdp.wrap", "100000000", "{min_params: 100000000}"),
@@ -1413,7 +1414,7 @@ def test_recipes_are_shipped() -> None:
     assert {path.stem for path in RECIPES} >= {
         *("shakespeare", "gsm8k-sft", "llama2-7b-no-shard-4x80gb", "llama2-13b-shard-grad-op-8x80gb"),
         *("llama3.1-8b-full-shard-8xh100", "llama3.3-70b-full-shard-8xh100", "llama3.3-70b-hybrid-shard-8x8"),
-        *("speakers", "speakers-lora"),
+        *("speakers", "speakers-lora", "toy-200m"),
         *("qwen3-8b-full-shard-8xh100", "gsm8k-lora", "llama3.1-8b-lora", "llama3.3-70b-lora", "llama3.3-70b-qlora"),
     }
 

@@ -25,7 +25,7 @@ SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 LAYERS = {
     "llama2-7b-no-shard-4x80gb": 32, "llama2-13b-shard-grad-op-8x80gb": 40, "llama3.1-8b-full-shard-8xh100": 32,
     "llama3.3-70b-full-shard-8xh100": 80, "llama3.3-70b-hybrid-shard-8x8": 80, "qwen3-8b-full-shard-8xh100": 36,
-    "shakespeare": 3,
+    "shakespeare": 3, "toy-200m": 16,
 }  # fmt: skip
 
 
