@@ -18,7 +18,7 @@ class LossScale:
 
     def __init__(self, device: torch.device, state: Sequence[float] | None = None) -> None:
         """`state` is that of `state`, from a checkpoint; None: begin with START."""
-        self.value, self._clean = torch.tensor([*(state or (START, 0.0))], device=device).unbind()
+        self.value, self._clean = (torch.full((), number, device=device) for number in state or (START, 0.0))
 
     def overflows(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Return whether the scale is to blame for a gradient norm that is not finite: the loss is, and it is above 1.
