@@ -104,6 +104,8 @@ def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:
     plans = [plan_of(tmp_path, train__global_batch_size=8, **each) for each in changes]
     own, groups, kept = (peak(on_fake(plan), HOST).allocated for plan in plans)
     assert own < groups < kept and math.isclose(groups, on_real(plans[1]), rel_tol=5e-3)
+    shards, divided = (peak(on_fake(plan), HOST).by_category["gathered parameters"] for plan in plans[:2])
+    assert divided - shards > 0.8 * (groups - own), "they are counted as what they are"
     gathers = {(each.kind, each.ranks): each.count for each in traffic(on_fake(plans[1]).all(), 4)}
     layers = SMALL["num_hidden_layers"]
     assert gathers["all-gather", 2] == layers and gathers["all-gather", 4] == layers + 3  # and that of the numbers
