@@ -315,7 +315,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("ignored_modules", "every parameter is sharded"),
         ("nvme_path", "offloaded to disk"),
         ("zero_quantized_weights", "reduced in reduce_dtype"),
-        ("ddp_find_unused_parameters", "DistributedDataParallel"),
+        ("ddp_broadcast_buffers", "DistributedDataParallel"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "all answers"),
