@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,13 +58,13 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
-from fsdptrain.train import stops, trainer
+from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
-from fsdptrain.train.step import find_sources
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
@@ -559,6 +560,23 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
     return found
 
 
+def groups_of_gathers(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Train each variant; return its curve, the process groups it made, and the sizes of the groups that gathered."""
+    found = {}
+    for name, overrides in variants.items():
+        before = set(dist.distributed_c10d._world.pg_map)
+        run = build(recipe, overrides)
+        sizes = {group.group_name: group.size() for group in dist.distributed_c10d._world.pg_map}
+        already = len(ISSUED)
+        made = curve(run, steps)
+        gathers = Counter(sizes[each.group] for each in [*ISSUED][already:] if each.kind == "all-gather")
+        held = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
+        sharded = all(isinstance(param, DTensor) for param in run.engine.model.parameters())
+        groups = len(set(dist.distributed_c10d._world.pg_map) - before)
+        found[name] = {"curve": made, "groups": groups, "gathers": gathers, "eval": held, "sharded": sharded}
+    return found
+
+
 def recorded() -> list[str]:
     """Return the collectives of this rank in the flight recorder, in order, with their units."""
     entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
@@ -665,7 +683,8 @@ def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eag
 def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Put a NaN into the loss, then into a gradient, on the last rank only; return what is raised and found.
 
-    `again` is what is found when the step is finite, as after a fault that does not recur.
+    `unit` and `operator` put it into the output of a layer, and into what the backward of one makes. `again`
+    is what is found when the step is finite, as after a fault that does not recur.
     """
     run = build(recipe, overrides)
     curve(run, 1)
@@ -674,12 +693,20 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     batches = batches_of(run.plan, run.stream, 1, run.world.rank)
     tokens = run.stream.label_tokens(run.plan.step_positions(1))
     found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
-    whole = run.engine.loss
-    for name, spoil in {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}.items():
+    whole, mlp = run.engine.loss, decoder_layers(run.engine.model)[1][1].mlp
+    of_loss = {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}
+    of_layer = {"unit": lambda output: output * float("nan"), "operator": lambda output: output + zero_root(output)}
+    for name, spoil in {**of_loss, **of_layer}.items():
 
-        def loss(batch: Any, divisor: int, spoil: Any = spoil) -> torch.Tensor:
+        def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:
+            if run.world.rank < run.world.size - 1 or batch is not batches[1]:
+                return whole(batch, divisor)
+            if name in of_loss:
+                return spoil(whole(batch, divisor))
+            hook = mlp.register_forward_hook(lambda _module, _inputs, output: spoil(output))
             value = whole(batch, divisor)
-            return spoil(value) if run.world.rank == run.world.size - 1 and batch is batches[1] else value
+            hook.remove()
+            return value
 
         run.engine.loss = loss
         try:
@@ -771,6 +798,38 @@ def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, A
     }
 
 
+def scaled(recipe: str, overrides: list[str], start: float, interval: int, at: int) -> dict[str, Any]:
+    """Train in float16 with a loss scale that begins with `start`; save after step `at`, and resume from there.
+
+    Returns [loss, gradient norm, loss scale] of each step, what was reported as skipped, and whether weights, state and
+    loss scale at the end are those of the resumed run (`resumed`), which reports the same steps again (`again`).
+    """
+    found: dict[str, Any] = {}
+    with patch.object(loss_scale, "START", start), patch.object(loss_scale, "INTERVAL", interval):
+        for name in ("curve", "again"):
+            run = build(recipe, overrides)
+            events: list[Any] = []
+            run.reporter.event = lambda kind, events=events, **fields: events.append((kind, fields))  # type: ignore
+            report, made = run.add_step, []
+
+            def add_step(queued: Any, stats: Any, report: Any = report, made: Any = made) -> None:
+                made.append([stats.loss, stats.grad_norm, stats.loss_scale])
+                report(queued, stats)
+
+            run.add_step = add_step  # type: ignore[method-assign]
+            run.reads_late = name == "again"  # the same, one step late
+            for step in range(run.engine.steps_made, run.sizes.total_steps):
+                run.step(step)
+                if name == "curve" and step + 1 == at:
+                    run.save(at, wait=True)
+            run.read_steps()
+            run.prefetch.close()
+            found[name], end = made, [digest_of(run), run.engine.loss_scale.state()]  # type: ignore[union-attr]
+            found.setdefault("skipped", [fields for kind, fields in events if kind == "skip"])
+            found["resumed"] = found.setdefault("end", end) == end
+    return found
+
+
 def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Train ten finite steps, read every second by clocks on which a step takes 0.1 s on rank 0 and 0.3 s on rank 1.
 
@@ -834,6 +893,11 @@ def digest_of(run: Trainer) -> str:
         for tensor in filter(torch.is_tensor, (part, *state.values())):
             digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
+
+
+def zero_root(output: torch.Tensor) -> torch.Tensor:
+    """Return zeros, whose gradient is not finite."""
+    return (output - output.detach()).sqrt()
 
 
 def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:

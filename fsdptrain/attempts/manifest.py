@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -59,12 +60,15 @@ class Manifest:
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
     skipped: int = 0  # of the steps, those that were not finite: the optimizer has not made them
+    loss_scale: list[float] | None = None  # in float16: the loss scale, and the steps since it changed
 
     def sealed(self) -> bytes:
         """Return the content of `manifest.json`, with its checksum."""
         fields = dataclasses.asdict(self)
         if not self.skipped:
             del fields["skipped"]  # an earlier version knows no such field
+        if self.loss_scale is None:
+            del fields["loss_scale"]
         text = json.dumps(fields, indent=2, sort_keys=True)
         return with_checksum(text.removesuffix("\n}").encode())
 
@@ -93,7 +97,7 @@ def read_manifest(folder: Location) -> Manifest:
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
-    fields.setdefault("skipped", 0)
+    fields = {"skipped": 0, "loss_scale": None} | fields
     if fields.keys() != FIELDS.keys():
         raise CheckpointError(f"{path} is not a valid manifest: its fields are {reprlib.repr(sorted(fields))}")
     if fault := field_fault(fields, FIELDS):
@@ -136,10 +140,16 @@ def _is_file(name: str, entry: Any) -> bool:
     return known and bool(FILE_NAME.fullmatch(name) and SHA256.fullmatch(entry["sha256"]))
 
 
+def _is_scale(value: Any) -> bool:
+    numbers = isinstance(value, list) and len(value) == 2 and all(type(number) is float for number in value)
+    return numbers and 0 < value[0] < math.inf and 0 <= value[1] < math.inf
+
+
 ENTRY = {"bytes": COUNT, "sha256": TEXT}
 FIELDS = {
     "format": COUNT, "step": COUNT, "skipped": COUNT, "world_size": COUNT, "plan_digest": TEXT, "identity": OBJECT,
     "files": FieldType("an object of files, with their bytes and SHA-256", _are_files),
+    "loss_scale": FieldType("null, or a scale and a count of steps", lambda value: value is None or _is_scale(value)),
 }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import Plan
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
+EngineState = tuple[int, list[float] | None]  # `skipped` and `loss_scale` of a `Manifest`
 READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared
 ALIGNMENT = 64  # bytes: each copy begins at a multiple, as a tensor of any dtype may
 
@@ -72,6 +73,7 @@ class Checkpointer:
         self.store = RunStore.of(rundir)
         self.identity = plan.identity() | content
         self.skipped = 0  # of the steps made, those that were not finite
+        self.loss_scale: list[float] | None = None  # see `Manifest`
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging: Staging | None = None
@@ -92,7 +94,7 @@ class Checkpointer:
         own = share_of_copy(self._shards(model, optimizer), copy, self.world.replicas, writes_whole=place == 0)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
-        arguments = (step, self.skipped, staged, started, time.monotonic() - started)
+        arguments = (step, (self.skipped, self.loss_scale), staged, started, time.monotonic() - started)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
         if wait:
@@ -128,11 +130,13 @@ class Checkpointer:
             torch.get_device_module(device).synchronize(device)
         return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
 
-    def _commit(self, step: int, skipped: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
+    def _commit(
+        self, step: int, engine: EngineState, staged: dict[str, Shard], started: float, blocked_s: float
+    ) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
         target = self.storage.checkpoint(step)
         try:
-            size = self._write(step, skipped, staged)
+            size = self._write(step, engine, staged)
             keep = self.plan.recipe.checkpoint.keep
             remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
             self._on_rank_zero("remove old checkpoints", remove)
@@ -142,7 +146,7 @@ class Checkpointer:
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
-    def _write(self, step: int, skipped: int, staged: dict[str, Shard]) -> int:
+    def _write(self, step: int, engine: EngineState, staged: dict[str, Shard]) -> int:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
@@ -161,7 +165,7 @@ class Checkpointer:
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
             digest, ranks = self.plan.digest(), self.world.size
-            manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, skipped)
+            manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, *engine)
             if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
                 self._on_rank_zero(action, self.store.push)
             publish = self._if_writer(partial(storage.publish, step, manifest.sealed()))
@@ -253,7 +257,7 @@ class Checkpointer:
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.
 
-        From then on `skipped` is the checkpoint's.
+        From then on `skipped` and `loss_scale` are the checkpoint's.
 
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
@@ -266,7 +270,7 @@ class Checkpointer:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
                 manifest = self._from_rank_zero(f"read {folder}", partial(read_manifest, folder))
                 self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
-                self.skipped = manifest.skipped
+                self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:

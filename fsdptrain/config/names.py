@@ -130,15 +130,11 @@ FOREIGN_NAMES = {
     ),
     # fsdp
     f"fsdp: {TABLES} lists what each of its keys is called here": "fsdp_config",
-    f"fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; {TABLES} lists the rest": (
-        "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
-    ),
-    "fsdp.strategy": (
-        "sharding_strategy fsdp_sharding_strategy reshard_after_forward fsdp_reshard_after_forward parallelism_config"
-    ),
-    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": (
-        "stage"
-    ),
+    "fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP, stage 1 with accumulation: hold; "
+    f"{TABLES} lists the rest": ("deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"),
+    "fsdp.strategy": ("sharding_strategy fsdp_sharding_strategy fsdp_reshard_after_forward parallelism_config"),
+    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP, 1 with accumulation: hold; LLaMA-Factory's "
+    "stage is data.format": ("stage"),
     "fsdp.shard_size: with fsdp.strategy: HYBRID_SHARD; the number of copies is derived": (
         "mics_shard_size dp_shard_size dp_replicate_size parallelism_config_dp_shard_size "
         "parallelism_config_dp_replicate_size data_parallel_shard_dim data_parallel_replicate_dim"
@@ -150,9 +146,8 @@ FOREIGN_NAMES = {
     "fsdp.wrap: {min_params: …}": "min_num_params fsdp_min_num_params",
     "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
     "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
-    "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
-        "fp16 amp loss_scale* float16"
-    ),
+    "fsdp.mixed_precision.param_dtype: float16, for GPUs without bfloat16": "fp16 amp float16",
+    "always dynamic, as torch.amp.GradScaler's: delete the line": "loss_scale* initial_scale_power hysteresis",
     "train.float8: rowwise or tensorwise": "fp8 enable_fp8_training",
     "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
@@ -196,6 +191,18 @@ FOREIGN_NAMES = {
     "not supported: tensors and layers are not divided among ranks": (
         "tensor_parallel_* tensor_parallel_size pipeline pipeline_* parallelism_config_tp_size megatron_lm_config"
     ),
+    "derived from fsdp.wrap (the gradients of a unit, such as a decoder layer, are one bucket): delete the line": (
+        "bucket_cap_mb ddp_bucket_cap_mb"
+    ),
+    "always on (the gradient of a shard is a part of the buffer that was reduced): delete the line": (
+        "gradient_as_bucket_view ddp_gradient_as_bucket_view"
+    ),
+    "not needed: a parameter that the model never uses gets no gradient, and no rank waits for it; delete the line": (
+        "find_unused_parameters ddp_find_unused_parameters"
+    ),
+    "not needed: units find their gradients anew in each backward, with recomputation too; delete the line": (
+        "static_graph ddp_static_graph"
+    ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
     "not supported: training is on NVIDIA GPUs or CPUs": "xla xla_* tpu_* downcast_bf16",
     "not supported: every parameter is sharded": "ignored_modules ignored_states",
@@ -211,9 +218,7 @@ FOREIGN_NAMES = {
     "not supported: weights are gathered in fsdp.mixed_precision.param_dtype, gradients reduced in reduce_dtype": (
         "zero_quantized_* zeropp_loco_param"
     ),
-    "not supported: fsdp.strategy: HYBRID_SHARD shards the optimizer state within the group too": (
-        "zero_hpz_partition_size"
-    ),
+    "fsdp.reshard_after_forward: the ranks of a node": "zero_hpz_partition_size",
     "not supported: it is a part of DeepSpeed's own implementation": (
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size "
         "mics_hierarchical_params_gather ignore_unused_parameters memory_efficient_linear override_module_apply "
@@ -262,6 +267,9 @@ FOREIGN_NAMES = {
     "not supported: train.compile uses torch.compile's own backend and mode": (
         "torch_compile_backend torch_compile_mode"
     ),
+    "always on: a step that is not finite is repeated, and the message names the operator; delete the line": (
+        "detect_anomaly debug_anomaly"
+    ),
     "train.deterministic": "full_determinism cudnn_deterministic_mode",
     "seed": "data_seed random_seed",
     # eval, checkpoint, export, log
@@ -287,8 +295,9 @@ FOREIGN_NAMES = {
     _REPORTS: (
         "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
         "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
-        "wall_clock_breakdown comms_logger flops_profiler profiler"
+        "wall_clock_breakdown comms_logger flops_profiler"
     ),
+    "log.profile: {steps: [FIRST, LAST]}": "profiler profile_steps profiler_steps* profiler_enable",
     # launch
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines hostfile num_nodes",
@@ -316,7 +325,7 @@ _PATTERNS = {name: text for name, text in REPLACEMENTS.items() if "*" in name}
 # Key → foreign value → the recipe's value. A message suggests the value; it is never substituted silently.
 FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp.strategy": {alias: strategy.value for strategy in Strategy for alias in strategy.aliases},
-    "fsdp.mixed_precision.param_dtype": {"fp16": "bfloat16", "float16": "bfloat16", "mixed": "bfloat16"},
+    "fsdp.mixed_precision.param_dtype": {"mixed": "bfloat16"},
     "fsdp.backward_prefetch": {"no_prefetch": "NONE", None: "NONE", False: "NONE", True: "BACKWARD_PRE"},
     "fsdp.activation_checkpointing": {True: "full", False: "none", None: "none", "block": "full"},
     "fsdp.wrap": {True: "auto", "transformer_based_wrap": "auto", "size_based_wrap": {"min_params": 100_000_000}},
@@ -335,6 +344,10 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     },
     "checkpoint.resume": {True: "auto", False: "never", None: "never"},
 }  # fmt: skip
+
+
+# (key, foreign value) → what else must be set for the recipe's value to mean the same.
+HINTS = {("fsdp.strategy", "zero1"): ", with fsdp.accumulation: hold"}
 
 
 def replacement_of(word: str) -> str | None:

@@ -26,6 +26,7 @@ SECTIONS_READ = {
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
+    "fsdp.mixed_precision.param_dtype": ("model",),
     "parallel.context": ("data", "model"),
     "fsdp.activation_checkpointing": ("model",),
     "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
@@ -53,6 +54,26 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     if recipe.train.steps is None and recipe.train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
     yield from _launch_problems(recipe)
+    if recipe.log.profile and (problem := profile_problem(recipe, recipe.train.steps)):
+        yield problem
+
+
+PROFILE = "log.profile"
+MOST_PROFILED = 50  # steps, of which the traces are in host memory until they are written
+
+
+def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
+    """Return the problem with `log.profile`, which is set, in a run of so many steps; None: their number is unknown."""
+    if not matches_form(recipe.log.profile, {"steps": list[int]}):
+        return None  # another check refuses it
+    steps, example = recipe.log.profile["steps"], "give the first and the last, such as [10, 12]"
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        return Problem(f"steps: {value_text(steps)} is not a range of steps, which count from 1: {example}", PROFILE)
+    if steps[1] - steps[0] >= MOST_PROFILED:
+        return Problem(f"steps: {value_text(steps)} are more than {MOST_PROFILED} steps: {example}", PROFILE)
+    if total_steps is not None and steps[1] > total_steps:
+        return Problem(f"steps: {value_text(steps)}, but the last step of the run is {total_steps}", PROFILE)
+    return None
 
 
 def sections_read(path: str) -> set[str]:
@@ -261,9 +282,14 @@ def _library_fault(library: str, least: tuple[int, int]) -> str | None:
 
 
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between keys of `fsdp`."""
+    """Yield the problems between keys of `fsdp`, and with the dtype of the master weights."""
     strategy = recipe.fsdp.strategy
     yield from _recomputation_problems(recipe)
+    if recipe.fsdp.mixed_precision.param_dtype == "float16" and recipe.model.dtype != "float32":
+        yield Problem(
+            f"float16 needs model.dtype: float32: an unscaled gradient is below what {recipe.model.dtype} can add",
+            "fsdp.mixed_precision.param_dtype",
+        )
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         yield Problem(
             f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: each rank's shard of the gradients "

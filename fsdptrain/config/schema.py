@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdptrain.config.dtypes import Dtype
+from fsdptrain.config.dtypes import ComputeDtype, Dtype
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
@@ -159,7 +159,11 @@ class Data:
 class MixedPrecision:
     """The dtypes of compute, of gradient reduction and of the model's buffers."""
 
-    param_dtype: Dtype = key("bfloat16", "dtype of gathered parameters, activations and matrix products")
+    param_dtype: ComputeDtype = key(
+        "bfloat16",
+        "dtype of gathered parameters, activations and matrix products; float16, for GPUs without bfloat16, comes with "
+        "a dynamic loss scale",
+    )
     reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (afterwards model.dtype)")
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
@@ -213,6 +217,13 @@ class Fsdp:
         "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
         unset="NONE",
+    )
+    reshard_after_forward: int | None = key(
+        None,
+        "ranks in a group that keeps a unit's weights after forward, each a part, so that backward gathers from them "
+        "alone, such as those of a node; null: each keeps its shard",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
+        at_least=2,
     )
     forward_prefetch: int = key(
         0,
@@ -449,6 +460,11 @@ class Log:
     every: int = key(1, "steps between `step` events", at_least=1)
     tensorboard: bool = key(True, "also write TensorBoard events")
     forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
+    profile: Any = key(
+        None,
+        "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",
+        forms=(None, {"steps": list[int]}),
+    )
 
 
 # No cluster is larger, and what is done for each rank ends in seconds.

@@ -38,7 +38,7 @@ class Strategy(StrEnum):
     SHARD_GRAD_OP = (
         "SHARD_GRAD_OP", CopySpan.WORLD, False,
         "the same, but the gathered weights stay until the last backward of the step; ZeRO-2 keeps them for good",
-        ("zero2",),
+        ("zero2", "zero1"),
     )  # fmt: skip
     HYBRID_SHARD = (
         "HYBRID_SHARD", CopySpan.GROUP, True,

@@ -145,15 +145,13 @@ _STAGES: dict[Any, Settings] = {stage: {"fsdp.strategy": kind.value} for stage, 
 _STAGES[1] = {
     **_STAGES[2],
     "fsdp.accumulation": "hold",
-    NOTE: "ZeRO-1 has no counterpart: ZeRO-2 with fsdp.accumulation: hold is the nearest",
+    NOTE: "ZeRO-1: fsdp.accumulation: hold reduces gradients once a step, and until then each rank has all of them",
 }
 _RESHARDS: dict[Any, Settings] = {True: _STAGES[3], False: _STAGES[2]}
 _SECTION_BF16: dict[Any, Settings] = _yes("fsdp.mixed_precision.param_dtype", "bfloat16")
 _ON_DEVICE: dict[Any, Settings] = {"cpu": {"fsdp.cpu_offload": True}, "none": {}}
 _FLASH: dict[Any, Settings] = {True: {}, False: {}}  # attn_implementation: auto takes the fastest kernel that there is
-_NOT_FP16: Settings = {
-    "fsdp.mixed_precision.param_dtype": "bfloat16", NOTE: "bfloat16 instead of fp16, which is not supported"
-}  # fmt: skip
+_FP16: Settings = {"fsdp.mixed_precision.param_dtype": "float16"}
 
 # Foreign name → value → what it sets. A value that is not here has no counterpart; other names' values are copied.
 MEANINGS: dict[str, dict[Any, Settings]] = {
@@ -187,13 +185,13 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
         False: {"fsdp.mixed_precision.param_dtype": "float32"},
     },
     "bf16.enabled": _SECTION_BF16,
-    "fp16": {True: _NOT_FP16, "auto": {}, False: {}},
-    "float16": {True: _NOT_FP16, False: {}},
+    "fp16": {True: _FP16, "auto": {}, False: {}},
+    "float16": {True: _FP16, False: {}},
     "pure_bf16": _yes("model.dtype", "bfloat16"),
     "mixed_precision": {
         "bf16": {"fsdp.mixed_precision.param_dtype": "bfloat16"},
         "no": {"fsdp.mixed_precision.param_dtype": "float32"},
-        "fp16": _NOT_FP16,
+        "fp16": _FP16,
     },
     "flash_attention": _FLASH,
     "use_flash_attention_2": _FLASH,

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from fsdptrain.config.names import FOREIGN_VALUES
+from fsdptrain.config.names import FOREIGN_VALUES, HINTS
 from fsdptrain.config.reflection import (
     all_fields,
     annotation_of,
@@ -52,7 +52,8 @@ def wrong_type_message(path: str, value: Any) -> str:
     elif value is None and near == []:
         hint = "; use [] for none"
     elif near is not None:
-        hint = f"; did you mean {yaml_text(near)}?"
+        beside = HINTS.get((path, str(value).lower()), "")
+        hint = f"; did you mean {yaml_text(near)}{beside}?"
     return f"{value_text(value)} is not {_expected(path)}{hint}"
 
 

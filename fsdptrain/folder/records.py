@@ -45,7 +45,12 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
+
+
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
+COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
 NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
 SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
@@ -100,7 +105,8 @@ EVENTS = {
         },
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
-            "reserved_memory_bytes": COUNT, "alloc_retries": COUNT,
+            "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
+            "loss_scale": NUMBER,
         },
         undone=True, on_board=True, trains=True,
     ),

@@ -40,7 +40,7 @@ EXPORT, EXPORT_RECORD = "export", "export.json"
 # The small files: of the first names below, all that is neither a lock nor being written.
 SMALL = (
     "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "pinned.json", "commits.json", "forecast.json", "tensorboard",
-    "logs", "model",
+    "profiles", "logs", "model",
 )  # fmt: skip
 
 # Of these, what rank 0 appends to.
@@ -186,8 +186,8 @@ class RunStore:
         self._push(_is_copied)
 
     def push_worker_logs(self) -> None:
-        """Upload the logs of this node's workers; for the nodes on which rank 0 is not. `check_claim` comes first."""
-        self._push(lambda name: fnmatchcase(name, "logs/rank-*.log"))
+        """Upload logs and profiles of this node's workers; for the nodes without rank 0. `check_claim` comes first."""
+        self._push(lambda name: fnmatchcase(name, "logs/rank-*.log") or fnmatchcase(name, "profiles/rank-*"))
 
     def _push(self, is_wanted: Callable[[str], bool]) -> None:
         stamps = {name: stamp for name, stamp in file_stamps(self.rundir.root).items() if is_wanted(name)}

@@ -23,7 +23,7 @@ from fsdptrain.errors import FsdptrainError
 from fsdptrain.folder.records import Record
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.plan.plan import Counts, Plan, elastic_problems, may_reshard_to, varied
 from fsdptrain.text import size
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
@@ -120,6 +120,8 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
     if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
         wanted["fsdp.accumulation"] = "reduce"
+    if fsdp.reshard_after_forward and not may_reshard_to(fsdp.reshard_after_forward, ranks):
+        wanted["fsdp.reshard_after_forward"] = None
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
     unused = unused_with("fsdp.strategy", ladder.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
+from fsdptrain.text import counted
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
@@ -34,6 +36,8 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
     if recipe.log.tensorboard:
         yield _line("curves", ["tensorboard", "--logdir", _shown(rundir.tensorboard)])
+    if rundir.profiles.is_dir():
+        yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
     if rundir.export.is_dir():
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
@@ -45,6 +49,13 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
         again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{rundir.url or _shown(rundir.root)}-2"}
         yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
+
+
+def _profile_words(rundir: RunDir) -> str:
+    """Return how many files `log.profile` has written of each kind, and what opens them."""
+    kinds = {"trace": ("*.json.gz", "ui.perfetto.dev"), "memory snapshot": ("*.pickle", "pytorch.org/memory_viz")}
+    counts = {what: len([*rundir.profiles.glob(files)]) for what, (files, _) in kinds.items()}
+    return ", ".join(f"{counted(counts[what], what)} for {page}" for what, (_, page) in kinds.items() if counts[what])
 
 
 def _command(words: Sequence[str], replaced: Sequence[str]) -> list[str]:

@@ -24,7 +24,8 @@ from fsdptrain.data.corpus import IGNORED
 from fsdptrain.errors import RecipeError
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
-ToGradients = Callable[[torch.Tensor, torch.Tensor, int, AfterHead], torch.Tensor]  # as `to_gradients`
+Divisor = int | torch.Tensor
+ToGradients = Callable[[torch.Tensor, torch.Tensor, Divisor, AfterHead], torch.Tensor]  # as `to_gradients`
 
 
 def compute_in_chunks(model: Any, compiled: bool = False) -> None:
@@ -40,12 +41,12 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     gradients = CompiledGradients() if compiled else to_gradients
     forward, head_forward = model.forward, head.forward
 
-    def forward_or_loss(labels: torch.Tensor | None = None, divisor: int = 1, **inputs: Any) -> Any:
+    def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor = 1, **inputs: Any) -> Any:
         if labels is None:
             return forward(**inputs)
         return head(decoder(**inputs).last_hidden_state, labels, divisor)
 
-    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: int = 1) -> torch.Tensor:
+    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: Divisor = 1) -> torch.Tensor:
         if labels is None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
@@ -139,7 +140,7 @@ def cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    divisor: int,
+    divisor: Divisor,
     after: AfterHead,
     gradients: ToGradients | None = None,
 ) -> torch.Tensor:
@@ -206,7 +207,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
-        divisor: int,
+        divisor: Divisor,
         after: AfterHead,
         gradients: ToGradients,
     ) -> torch.Tensor:
@@ -237,7 +238,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
+def to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: Divisor, after: AfterHead) -> torch.Tensor:
     """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`.
 
     Only a few rows at a time are in float32.
@@ -263,7 +264,7 @@ def _overwrite(
 
 
 def _loss_and_gradient(
-    log_probs: torch.Tensor, labels: torch.Tensor, divisor: int
+    log_probs: torch.Tensor, labels: torch.Tensor, divisor: Divisor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss, and its gradient: softmax minus one-hot, over `divisor`, in the memory of `log_probs`."""
     loss = functional.nll_loss(log_probs, labels, **SUM)
@@ -288,10 +289,12 @@ class CompiledGradients:
     def __init__(self) -> None:
         self._graphs: dict[Any, Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, divisor: Divisor, after: AfterHead) -> torch.Tensor:
         """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`."""
         # A tensor, because each step has another number, and each number would be another graph.
-        inputs = logits, labels, torch.full((), divisor, dtype=torch.float32, device=logits.device)
+        if not isinstance(divisor, torch.Tensor):
+            divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
+        inputs = logits, labels, divisor
         kind = logits.shape, logits.dtype
         if kind not in self._graphs:
             # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.

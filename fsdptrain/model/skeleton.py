@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
+from fsdptrain.config.dtypes import HALF
 from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import Problem, RecipeError, error_summary
@@ -182,7 +183,7 @@ def _flash_is_possible(plan: Plan) -> bool:
 
 def flash_fits(plan: Plan) -> bool:
     """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
-    half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
     return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
 
 

@@ -33,6 +33,7 @@ from fsdptrain.parallel.patches import (
     keeps_integers,
     leave_open,
     name_collectives,
+    resharding_to,
     separate_reductions,
     takes_two_dtypes,
 )
@@ -100,9 +101,11 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
     }
     reshard = fsdp.strategy.reshards
-    for unit in units:
-        # The head runs last in forward and first in backward: it would be gathered again at once.
-        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
+    with resharding_to(world.groups):
+        for unit in units:
+            # The head runs last in forward and first in backward: it would be gathered again at once.
+            after = (fsdp.reshard_after_forward or reshard) if unit.name != "head" else False
+            fully_shard(unit.modules, reshard_after_forward=after, **policies)
     fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
     # Gradients are summed, not averaged: the loss is already divided by the label tokens of the global batch.
     for module in model.modules():

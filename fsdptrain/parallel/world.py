@@ -69,7 +69,7 @@ class World:
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
     the ranks. `attempt` numbers the times that ranks have met in the run folder. `context` connects the ranks that
-    share rows, None if each has its own.
+    share rows, None if each has its own. `groups` is the mesh of those that keep weights after forward together.
     """
 
     rank: int
@@ -81,6 +81,7 @@ class World:
     hosts: list[str]
     attempt: int = 0
     context: Exchange | None = None
+    groups: DeviceMesh | None = None
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
@@ -109,7 +110,8 @@ class World:
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
-        for group in mesh.get_all_groups():
+        groups = make_groups(plan, mesh)
+        for group in (*mesh.get_all_groups(), *(groups.get_all_groups() if groups else ())):
             group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
         context = make_context(plan, timeout)
         hours = timedelta(hours=2)  # a slow disk is not a hang
@@ -118,7 +120,8 @@ class World:
         ranks: list[tuple[str, int]] = [own] * topology.world_size
         dist.all_gather_object(ranks, own, group=side)
         hosts, attempts = zip(*ranks, strict=True)
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], max(attempts) + 1, context)
+        attempt = max(attempts) + 1
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context, groups)
 
     @property
     def replicas(self) -> int:
@@ -190,9 +193,9 @@ class World:
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of an MFU of 1: the published figure of a known GPU, else this device's matrix rate."""
-        if self.device.type == "cuda" and dtype == torch.bfloat16:
+        if self.device.type == "cuda" and dtype.itemsize == 2:
             known = card(torch.cuda.get_device_name(self.device), self.device_memory())
-            if known and known.bf16:
+            if known and (known.bf16 or dtype == torch.float16):
                 return known.flops
         return matrix_rate(self.device, dtype)
 
@@ -219,6 +222,12 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
+
+
+def make_groups(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh of two axes whose second are the groups of `fsdp.reshard_after_forward`; None if it is unset."""
+    ranks = plan.recipe.fsdp.reshard_after_forward
+    return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
 
 def make_context(plan: Plan, timeout: timedelta | None = None) -> Exchange | None:

@@ -44,11 +44,12 @@ CUSTOM_NAME = "custom"  # of a card that `--hardware` describes
 class Hardware:
     """The card of one rank, in bytes, FLOP/s and bytes/s.
 
-    `memory` is the total that torch reports. `flops` is the dense bf16 peak, `flops32` that of float32 without tensor
-    cores. Bandwidths of one rank: `intra_bw` in a ring inside a node, `inter_bw` in the network between nodes,
-    `host_bw` of host memory, `pcie_bw` between card and host. `context` is the memory that driver and libraries take
-    before torch allocates anything, `communicator` what NCCL takes for each group of ranks, `cublas` what cuBLAS gets
-    from torch's allocator: a workspace for the thread of forward, and one for autograd's. The `_share`s are the parts
+    `memory` is the total that torch reports. `flops` is the dense bf16 peak (of a card without units for it, that of
+    fp16), `flops32` that of float32 without tensor cores. Bandwidths of one rank: `intra_bw` in a ring inside a node,
+    `inter_bw` in the network between nodes, `host_bw` of host memory, `pcie_bw` between card and host. `context` is the
+    memory that driver and libraries take before torch allocates anything, `communicator` what NCCL takes for each group
+    of ranks, `cublas` what cuBLAS gets from torch's allocator: a workspace for the thread of forward, and one for
+    autograd's. The `_share`s are the parts
     of the peak that matrix products, attention (by kernel: forward, backward) and other kernels reach. While a
     collective runs, kernels take 1 + `contention` times as long: NCCL uses multiprocessors and memory bandwidth.
     `launch_s` are the host's seconds for a kernel, `hook_s` those for a collective with FSDP2's hooks around it
@@ -165,8 +166,8 @@ KNOWN = {
         _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
         _without_float8("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
         _without_float8("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
-        _without_float8("t4-16gb", 14.6, 8.1e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
-        _without_float8("v100-32gb", 31.7, 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
+        _without_float8("t4-16gb", 14.6, 65e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
+        _without_float8("v100-32gb", 31.7, 125e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
     )
 }  # fmt: skip
 

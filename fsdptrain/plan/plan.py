@@ -34,7 +34,7 @@ from fsdptrain.config.paths import (
 )
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.reflection import all_paths, flat, value_at
-from fsdptrain.config.rules import NCCL_KEYS
+from fsdptrain.config.rules import NCCL_KEYS, profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
@@ -246,9 +246,12 @@ class Plan:
     def length_problem(self, sequences: int) -> Problem | None:
         """Return the problem with `train.epochs` passes over this many sequences; None if a step has no more of them.
 
-        Such a step would read the same rows several times, at one learning rate, and call that an epoch.
+        Such a step would read the same rows several times, at one learning rate, and call that an epoch. Or with
+        `log.profile`, if the run has not as many steps.
         """
         train = self.recipe.train
+        if self.recipe.log.profile and (problem := profile_problem(self.recipe, self.total_steps(sequences))):
+            return problem
         if train.steps is not None or train.global_batch_size <= sequences:
             return None
         counts = {each.topology.world_size // self.context for each in self.on_each_number()}
@@ -536,8 +539,17 @@ def _shard_size(recipe: Recipe, topology: Topology) -> int:
     return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
 
 
+def may_reshard_to(group: int, shard_size: int) -> bool:
+    """Return whether groups of this many of the ranks that share a copy may keep gathered weights after forward."""
+    return 1 < group < shard_size and shard_size % group == 0
+
+
 def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    size, world = _shard_size(recipe, topology), topology.world_size
+    size, world, group = _shard_size(recipe, topology), topology.world_size, recipe.fsdp.reshard_after_forward
+    if world % size == 0 and group is not None and not may_reshard_to(group, size):
+        way_out = ", ".join(["use null", *(str(n) for n in range(2, min(size, 1024)) if may_reshard_to(n, size))])
+        message = f"{group} is no part of the {counted(size, 'rank')} that share a copy of the model; {way_out}"
+        return [Problem(message, "fsdp.reshard_after_forward")]
     if world % size == 0:
         return []
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]

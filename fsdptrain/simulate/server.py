@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from fsdptrain.config.dtypes import BYTES
+from fsdptrain.config.dtypes import BYTES, HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
@@ -165,7 +165,7 @@ def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any
 
 def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
     """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
-    half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
     recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
     events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
     timed = timing.replay_streams(events, hardware, half, ranks, recompute_s)

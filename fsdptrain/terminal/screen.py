@@ -19,6 +19,7 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
+MEMORY_DIFFERS = 0.1  # share of the largest peak by which another rank's is noticeably less
 LINES = 20  # of each kind that stay above the live line over a whole run, about
 
 
@@ -34,6 +35,7 @@ class Screen:
         self.state = RunState()
         self.last = self.state.newest
         self.peak_memory = 0
+        self._rank_memory: list[int] = []  # peak bytes of each rank, as they were last written
         self._last_step_line = 0.0
         self._printed: dict[str, int] = {}  # kind of event → the step of its last line above the live line
         self._losses: list[float] = []  # of the steps since the last line above the live line
@@ -117,6 +119,7 @@ class Screen:
 
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
+        self._rank_memory = record.get("peak_memory_by_rank", self._rank_memory)
         self._label_tokens[-1:] = [record["total_tokens"]]
         step = record["step"]
         total = self.last["start"]["total_steps"] if "start" in self.last else step
@@ -127,7 +130,7 @@ class Screen:
             Part(3, f"ETA {duration(eta)}"),
             Part(5, f"lr {record['lr']:.2e}"),
             Part(6, f"norm {record['grad_norm']:.2f}"),
-            Part(7, f"{record['peak_memory_bytes'] / GIB:.2f} GiB"),
+            Part(7, f"{self._least_memory()}{record['peak_memory_bytes'] / GIB:.2f} GiB"),
         ]
         if retries := record.get("alloc_retries"):  # absent on a CPU
             parts.insert(3, Part(4, f"allocator retries {retries}"))
@@ -139,6 +142,18 @@ class Screen:
         if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
             self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
+
+    def _least_memory(self) -> str:
+        """Return the peak of the rank with the least memory, as the beginning of a range, if the ranks differ."""
+        least = min(self._rank_memory, default=0)
+        return f"{least / GIB:.2f} to " if least < (1 - MEMORY_DIFFERS) * max(self._rank_memory, default=0) else ""
+
+    def _fullest_rank(self) -> str:
+        """Return which rank has the highest peak, if the ranks differ."""
+        if not self._least_memory():
+            return ""
+        fullest = self._rank_memory.index(max(self._rank_memory))
+        return f" (most on {ranks_text([fullest], self.last.get('start', {}).get('hosts', []))})"
 
     def _is_line_due(self, kind: str, step: int, total: int) -> bool:
         """Return whether an event gets a line that stays above the live line; over a whole run LINES of a kind do."""
@@ -219,7 +234,7 @@ class Screen:
             f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
             + (f" ({', '.join(extras)})" if extras else ""),
             f"{rate(step['total_positions'] / step['total_s'])} while training",
-            f"peak {self.peak_memory / GIB:.2f} GiB/rank",
+            f"peak {self._least_memory()}{self.peak_memory / GIB:.2f} GiB/rank{self._fullest_rank()}",
         ]
         return " · ".join(parts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,17 @@ def reductions_watched(watcher: Watcher) -> Iterator[None]:
 
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", watched):
         yield
+
+
+def record_allocations() -> None:
+    """Let CUDA's allocator keep its events from now on, with the Python frames that caused them."""
+    torch.cuda.memory._record_memory_history(stacks="python")  # documented, in spite of its name, as is the next one
+
+
+def write_allocations(path: Path) -> None:
+    """Write the events that `record_allocations` kept, and what is allocated now, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def recorded_collectives() -> dict[str, dict[str, Any]]:

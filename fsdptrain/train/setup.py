@@ -432,7 +432,11 @@ def report_start(
         note = before and length_note(
             steps_made, before["total_steps"], fields["total_steps"], recipe.optim, recipe.schedule
         )
-        session.reporter.resume(steps_made, changed, [note] if note else [])
+        profile = recipe.log.profile
+        missed = "log.profile: its steps are made already, and not recorded again"
+        notes = [note] if note else []
+        notes += [missed] if profile and profile["steps"][1] <= steps_made else []
+        session.reporter.resume(steps_made, changed, notes)
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 

@@ -4,8 +4,6 @@ The host does not wait for the device in a step: it queues the work, and the dev
 whether to update (an optimizer without `found_inf` makes the host wait for that). `Engine.read` waits for the numbers
 of a step. On an accelerator this is done after the next step was queued. So the next step does not change
 anything either if a step was not finite.
-
-After a step that was not finite, `find_sources` names what caused it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
@@ -30,11 +26,12 @@ from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
+from fsdptrain.model.loss import Divisor
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
+from fsdptrain.train.loss_scale import LossScale
 from fsdptrain.train.optim import assert_dtypes, part_of
-from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.stragglers import LayerClock
 
 if TYPE_CHECKING:
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 9].
+    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 10].
     """
 
     step: int
@@ -57,21 +54,23 @@ class QueuedStep:
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes. `step_s` are this rank's seconds, its
-    wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
-    read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
-    for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0
-    if the device had work left from the step before) and `compute_s` (the forward passes of the decoder layers) in
-    seconds.
+    In float16 `loss_scale` is that of the step, else 1. If the gradient overflowed with it, `grad_norm` is not finite,
+    and the step has changed only the scale. `reserved_memory` is the largest of all ranks, in bytes. `step_s` are this
+    rank's seconds, its wait for data included, from the later of the beginning of this step and the end of the one
+    before; steps that are read together share their mean. `usual_step_s` is that of the slowest rank when it last read,
+    0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the allocator since the process
+    began; `data_s` (the wait for data, 0 if the device had work left from the step before) and `compute_s` (the forward
+    passes of the decoder layers) in seconds.
     """
 
     loss: float
     grad_norm: float
+    loss_scale: float
     stop: bool
-    peak_memory: int
     reserved_memory: int
     step_s: float
     usual_step_s: float
+    peak_memory: list[int]
     alloc_retries: list[int]
     data_s: list[float]
     compute_s: list[float]
@@ -88,8 +87,12 @@ class Engine:
         plan: Plan,
         steps_made: int = 0,
         on_progress: Callable[[], None] = lambda: None,
+        loss_scale: Sequence[float] | None = None,
     ) -> None:
-        """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch."""
+        """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch.
+
+        `loss_scale` is the state of the loss scale in their last checkpoint, if they computed in float16.
+        """
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.on_progress = steps_made, on_progress
         self._clock = LayerClock(model, world.device)
@@ -99,6 +102,9 @@ class Engine:
         self._found_inf = plan.recipe.optim.name.traits.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
         self._blocked = torch.zeros((), device=self._home)
+        half = plan.recipe.fsdp.mixed_precision.param_dtype == "float16"
+        self.loss_scale = LossScale(self._home, loss_scale) if half else None
+        self._no_scale = torch.ones(1, dtype=torch.float64, device=self._home)
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
@@ -118,10 +124,12 @@ class Engine:
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = torch.stack(norms).double().square().sum()
+        scale = self.loss_scale.value.double()[None] if self.loss_scale else self._no_scale
         # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
         memory = (self.world.peak_memory(), *self.world.allocator_counts())
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
-        numbers = [loss.double()[None], square[None], torch.tensor(measured, dtype=torch.float64)]
+        unscaled = square / scale.square() if self.loss_scale else square[None]
+        numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._home)
@@ -142,19 +150,22 @@ class Engine:
 
     def _stats(self, queued: QueuedStep) -> StepStats:
         """Return what a step measured. Raises NonFiniteError as `read` does."""
-        losses, squares, stops, peaks, reserved, retries, data_seconds, compute_seconds, usual = queued.numbers.read().T
+        losses, squares, scales, stops, peaks, *others = queued.numbers.read().T
+        reserved, retries, data_seconds, compute_seconds, usual = others
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
-        if not (math.isfinite(mean) and math.isfinite(norm)):
+        overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
+        if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
             self._blocked = torch.zeros_like(self._blocked)
             raise NonFiniteError(f"step {queued.step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         return StepStats(
             loss=mean,
             grad_norm=norm,
+            loss_scale=float(scales[0]),
             stop=bool(stops.any()),
-            peak_memory=int(peaks.max()),
             reserved_memory=int(reserved.max()),
             step_s=self._step_s,
             usual_step_s=float(usual.max()),
+            peak_memory=[*map(int, peaks)],
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
@@ -167,9 +178,15 @@ class Engine:
         self.model.train()
         for i, batch in enumerate(batches):
             begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
-            loss = self.loss(batch, label_tokens or 1)  # a global batch without labels has loss 0, not 0/0
+            tokens: Divisor = label_tokens or 1  # a global batch without labels has loss 0, not 0/0
+            if self.loss_scale:  # divided, not multiplied: the chunked loss computes gradients as it is computed
+                scale = self.loss_scale.value.to(self.world.device)
+                loss = self.loss(batch, tokens / scale)
+                total += loss.detach() / scale
+            else:
+                loss = self.loss(batch, tokens)
+                total += loss.detach()
             loss.backward()
-            total += loss.detach()
             self.on_progress()
         return total
 
@@ -177,7 +194,7 @@ class Engine:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
-    def loss(self, batch: Batch, divisor: int) -> torch.Tensor:
+    def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         """Return the cross-entropy summed over the label tokens of a micro-batch, divided by `divisor`, in float32.
 
         It is 0 if all labels are masked. Raises RecipeError if the architecture cannot be computed with these units or
@@ -216,7 +233,7 @@ class Engine:
             inputs["context"] = self.world.context
         return inputs
 
-    def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
+    def _loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         inputs = self._inputs(batch)
         if self.plan.recipe.train.loss == "chunked":
             loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
@@ -239,10 +256,18 @@ class Engine:
         """
         loss, norm = ranks[:, 0].sum(), (ranks[:, 1].sum() / self.world.replicas).sqrt()
         finite = loss.isfinite() & norm.isfinite()
-        self._blocked = torch.where(finite, self._blocked, 1.0)
-        limit = self.plan.recipe.optim.max_grad_norm
+        if self.loss_scale:
+            overflow = self.loss_scale.overflows(loss, norm)
+            finite |= overflow
+        self._blocked = found_inf = torch.where(finite, self._blocked, 1.0)
+        limit, factor = self.plan.recipe.optim.max_grad_norm, None
         if limit is not None:  # as torch.nn.utils.clip_grad_norm_ does
             factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
+        if self.loss_scale:
+            factor = (1.0 if factor is None else factor) / self.loss_scale.value
+            found_inf = torch.where(overflow, 1.0, self._blocked)
+            self.loss_scale.update(overflow, self._blocked)
+        if factor is not None:
             for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one kernel needs one dtype
                 torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
         for group in self.optimizer.param_groups:
@@ -250,9 +275,9 @@ class Engine:
         for param, part in self._params:
             part.grad = None if param.grad is None else part_of(param.grad)
         if self._found_inf:
-            self.optimizer.found_inf = self._blocked  # type: ignore[attr-defined]
+            self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif self.world.host_copy(1 - self._blocked).read() > 0:  # the host waits for the numbers of this step
+        elif self.world.host_copy(1 - found_inf).read() > 0:  # the host waits for the numbers of this step
             self.optimizer.step()
         self.drop_gradients()
         if not self._checked:
@@ -332,52 +357,3 @@ class Engine:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-@dataclass(frozen=True)
-class NonFiniteBatch:
-    """A micro-batch of a rank, and what in it is not finite: `the loss is nan`, `the gradient of NAME`."""
-
-    rank: int
-    micro_batch: int
-    what: str
-
-
-def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[NonFiniteBatch]:
-    """Repeat the micro-batches of a step, and return those that are not finite, of all ranks; collective.
-
-    After the reduction the gradient is non-finite on every rank, whichever rank caused it. So every rank checks its own
-    loss of each micro-batch, and its own gradients before they are reduced.
-    The list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
-    """
-    mine: list[tuple[int, str]] = []
-    with _watched_reductions(engine.model) as bad_names:
-        engine.seed(step)
-        begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
-        for number, batch in enumerate(batches):
-            loss = engine.loss(batch, label_tokens or 1)
-            loss.backward()
-            engine.drop_gradients()
-            engine.on_progress()
-            if not math.isfinite(loss.item()):
-                mine.append((number, f"the loss is {loss.item():g}"))
-            elif bad_names:  # in the order of backward: the first one is the cause of the others
-                mine.append((number, f"the gradient of {bad_names[0]}"))
-            bad_names.clear()
-    found: list[list[tuple[int, str]]] = [[]] * engine.world.size
-    dist.all_gather_object(found, mine, group=engine.world.side)
-    return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
-
-
-@contextlib.contextmanager
-def _watched_reductions(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the parameters whose gradients on this rank are not finite before reduction, in the order of backward."""
-    bad_names: list[str] = []
-    names = {id(param): name for name, param in model.named_parameters()}
-
-    def check(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
-        named = zip(params, gradients, strict=True)
-        bad_names.extend(reversed([names[id(param)] for param, grad in named if not grad.isfinite().all()]))
-
-    with reductions_watched(check):
-        yield bad_names

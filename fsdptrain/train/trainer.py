@@ -8,6 +8,7 @@ import gc
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.text import ranks_text
 from fsdptrain.train.failure import exit_from_thread
+from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
+from fsdptrain.train.profiling import Recording
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -39,7 +42,7 @@ from fsdptrain.train.setup import (
     suited_to_one_gpu,
     use_best_flash,
 )
-from fsdptrain.train.step import Engine, QueuedStep, StepStats, find_sources
+from fsdptrain.train.step import Engine, QueuedStep, StepStats
 from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 
@@ -64,6 +67,7 @@ class Totals:
     seconds: float = 0.0
     skipped: int = 0  # non-finite steps since the last finite one
     alloc_retries: list[int] = field(default_factory=list)  # of each rank's allocator, up to the last `step` event
+    peak_memory: list[int] = field(default_factory=list)  # of each rank, at the last `step` event
     pace: Pace = field(default_factory=Pace)
 
     def add(self, tokens: int, positions: int, seconds: float) -> None:
@@ -92,6 +96,7 @@ class Trainer:
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
         self.sizes, self.peak_flops = sizes, peak_flops
         self.totals = Totals()
+        self.recording = Recording(self.plan, self.world.rank, self.world.device)
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
@@ -135,7 +140,8 @@ class Trainer:
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, fields)
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset)
+        scale = checkpointer.loss_scale
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -151,6 +157,7 @@ class Trainer:
         gc.disable()
         with contextlib.closing(self.prefetch):
             done, stop = self.train_steps()
+        self.recording.close()  # a stop may have come between its steps
         gc.enable()
         gc.unfreeze()
         # The last checkpoint may still be under way; if it fails, the run fails.
@@ -184,7 +191,8 @@ class Trainer:
                 return done, stop
             if saves:
                 self.let_nodes_join(done)
-            stop = self.step(done)
+            with self.recording.step(done):
+                stop = self.step(done)
             done += 1
             if done % GC_EVERY == 0:
                 gc.collect()
@@ -236,6 +244,11 @@ class Trainer:
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
         self.session.watchdog.reset(step_done=True)
+        if not math.isfinite(stats.grad_norm):
+            what = f"the gradient overflows float16 with a loss scale of {stats.loss_scale:g}, which is halved"
+            self.reporter.event("skip", step=made.inputs.step + 1, what=f"step {made.inputs.step + 1}: {what}")
+            self.checkpointer.skipped += 1
+            return
         positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
         self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
         self.most_unread = count_within(NOTICED_S, stats.usual_step_s)
@@ -253,14 +266,15 @@ class Trainer:
                 loss=stats.loss,
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
+                **({"loss_scale": stats.loss_scale} if self.engine.loss_scale else {}),
                 tokens=label_tokens,
                 tokens_per_s=label_tokens / stats.step_s,
                 positions_per_s=len(positions) * seq_len / stats.step_s,
                 mfu=self.sizes.flops_per_step / (stats.step_s * self.peak_flops),
                 step_s=stats.step_s,
                 data_s=max(stats.data_s),
-                peak_memory_bytes=stats.peak_memory,
-                **self.allocator_fields(stats),
+                peak_memory_bytes=max(stats.peak_memory),
+                **self.memory_fields(stats),
                 samples=self.stream.digest(positions),
                 total_tokens=self.totals.tokens,
                 total_positions=self.totals.positions,
@@ -269,17 +283,20 @@ class Trainer:
         if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
 
-    def allocator_fields(self, stats: StepStats) -> dict[str, int]:
-        """Return the fields of a `step` event on GPUs: reserved bytes, and allocator retries since the last event.
+    def memory_fields(self, stats: StepStats) -> dict[str, Any]:
+        """Return the fields of a `step` event on memory that not all of them have.
 
-        Of both, those of the rank with the most.
+        The peak of each rank, if it is another than at the last event; on GPUs the reserved bytes, and the allocator's
+        retries since the last event, both of the rank with the most.
         """
+        fields = {"peak_memory_by_rank": stats.peak_memory} if stats.peak_memory != self.totals.peak_memory else {}
+        self.totals.peak_memory = stats.peak_memory
         if self.world.device.type != "cuda":
-            return {}
+            return fields
         before = self.totals.alloc_retries or [0] * self.world.size
         self.totals.alloc_retries = stats.alloc_retries
         retries = max(now - earlier for now, earlier in zip(stats.alloc_retries, before, strict=True))
-        return {"reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
+        return {**fields, "reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
 
     def skip_or_raise(self, inputs: StepInputs, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.
@@ -351,6 +368,7 @@ class Trainer:
         """Save a checkpoint. Return whether a stop came during it; always False without `wait`."""
         # Within this call two saves may be written and read back: the previous one and this one.
         self.session.watchdog.reset(disk_bytes=4 * self.sizes.state_bytes)
+        self.checkpointer.loss_scale = self.engine.loss_scale.state() if self.engine.loss_scale else None
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)
         self.session.watchdog.reset()
         return wait and self.any_stop()  # a collective, so only where all ranks wait anyway

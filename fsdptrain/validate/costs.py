@@ -61,7 +61,9 @@ def check_step(
         return
     if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
         findings.add_problem(
-            RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
+            RecipeError(
+                f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float16 or float32"
+            )
         )
         return
     if not hardware.float8 and plan.recipe.train.float8:

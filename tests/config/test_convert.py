@@ -389,7 +389,7 @@ FSDP1 = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template, field_
         ("warmup_steps: 0\nwarmup_ratio: 0.2", {"schedule.warmup": 0.2}),
         ("train_on_inputs: true", {"data.train_on": "all", "data.columns": {"messages": "conversations"}}),
         ("bf16: false", {"fsdp.mixed_precision.param_dtype": "float32"}),
-        ("fp16: true", {"fsdp.mixed_precision.param_dtype": "bfloat16"}),
+        ("fp16: true", {"fsdp.mixed_precision.param_dtype": "float16"}),
         ("optimizer: paged_adamw_8bit", {"optim.name": "adamw_8bit"}),
         ("num_machines: 2\nnum_processes: 16\nmain_process_ip: 10.0.0.1\nmain_process_port: 2950",
          {"launch.nnodes": 2, "launch.rdzv_endpoint": "10.0.0.1:2950", "train.global_batch_size": 16}),

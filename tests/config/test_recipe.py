@@ -85,6 +85,7 @@ fsdp:
   wrap: auto
   mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: null}
   backward_prefetch: BACKWARD_PRE
+  reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
   separate_reduce_scatter: false
@@ -103,7 +104,7 @@ train:
 eval:     {every: null}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
-log:      {every: 1, tensorboard: true, forecast: true}
+log:      {every: 1, tensorboard: true, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -317,7 +318,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("ignored_modules", "every parameter is sharded"),
         ("nvme_path", "offloaded to disk"),
         ("zero_quantized_weights", "reduced in reduce_dtype"),
-        ("ddp_find_unused_parameters", "DistributedDataParallel"),
+        ("ddp_broadcast_buffers", "DistributedDataParallel"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "all answers"),
@@ -429,7 +430,7 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
         ("fsdp.strategy", "1"),
         ("fsdp.strategy", "null"),
         ("fsdp.strategy", "full"),
-        ("fsdp.mixed_precision.param_dtype", "float16"),
+        ("fsdp.mixed_precision.param_dtype", "float64"),
         ("fsdp.mixed_precision.param_dtype", "null"),
         ("data.packing", "false"),
         ("model.config", "[1]"),
@@ -557,7 +558,7 @@ def needed(path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
 def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, path: str) -> None:
-    values = [value_at(Recipe(), path), True, 1, 0.5, "dequantized", "x", ["x"]]
+    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "x", ["x"]]
     value = next(value for value in values if value not in (None, "", [], 0) and accepts(path, value))
     for other in needs_of(path):
         [problem] = refused(tmp_path, BASE, f"{path}={json.dumps(value)}", f"{other}x=1")
@@ -650,7 +651,8 @@ def test_free_text_keeps_its_spelling(tmp_path: Path) -> None:
         ("fsdp.backward_prefetch", "null", "NONE"),
         ("fsdp.strategy", "FULL_SHRAD", "FULL_SHARD"),
         ("fsdp.strategy", "zero2", "SHARD_GRAD_OP"),
-        ("fsdp.mixed_precision.param_dtype", "fp16", "bfloat16"),
+        ("fsdp.strategy", "ZERO1", "SHARD_GRAD_OP, with fsdp.accumulation: hold"),
+        ("fsdp.mixed_precision.param_dtype", "mixed", "bfloat16"),
         ("fsdp.wrap", "LlamaDecoderLayer", "[LlamaDecoderLayer]"),
         ("fsdp.wrap", "100000000", "{min_params: 100000000}"),
         ("model.tokenizer", "4096", "{train: 4096}"),
@@ -890,6 +892,16 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "fsdp.activation_checkpointing",
             "keep_attention is not possible with eager attention: use auto or sdpa",
         ),
+        (
+            ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.reshard_after_forward=2"],
+            "fsdp.reshard_after_forward",
+            "only with FULL_SHARD or HYBRID_SHARD",
+        ),
+        (
+            ["fsdp.mixed_precision.param_dtype=fp16", "model.dtype=bfloat16"],
+            "fsdp.mixed_precision.param_dtype",
+            "float16 needs model.dtype: float32",
+        ),
         (["train.max_skipped=2"], "train.max_skipped", "train.on_nonfinite: stop, only with skip"),
         (
             ["train.float8=rowwise", "adapter.kind=lora"],
@@ -918,6 +930,19 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         ),
         (["eval.every=10"], "eval.every", "set data.eval"),
         (["checkpoint.every=null", "checkpoint.async=true"], "checkpoint.async", "no effect without checkpoint.every"),
+        (
+            ["log.profile={steps: [9, 12]}", "train.steps=10"],
+            "log.profile",
+            "[9, 12], but the last step of the run is 10",
+        ),
+        (
+            ["log.profile={steps: [12]}"],
+            "log.profile",
+            "[12] is not a range of steps, which count from 1: give the first",
+        ),
+        (["log.profile={steps: [3, 2]}"], "log.profile", "[3, 2] is not a range of steps"),
+        (["log.profile={steps: [0, 2]}"], "log.profile", "[0, 2] is not a range of steps"),
+        (["log.profile={steps: [1, 51]}"], "log.profile", "[1, 51] are more than 50 steps"),
         (["launch.rdzv_endpoint=node:29500"], "launch.rdzv_endpoint", "no effect with launch.nnodes: 1"),
     ],
 )
@@ -1421,7 +1446,7 @@ def test_recipes_are_shipped() -> None:
     assert {path.stem for path in RECIPES} >= {
         *("shakespeare", "gsm8k-sft", "llama2-7b-no-shard-4x80gb", "llama2-13b-shard-grad-op-8x80gb"),
         *("llama3.1-8b-full-shard-8xh100", "llama3.3-70b-full-shard-8xh100", "llama3.3-70b-hybrid-shard-8x8"),
-        *("speakers", "speakers-lora"),
+        *("speakers", "speakers-lora", "toy-200m"),
         *("qwen3-8b-full-shard-8xh100", "gsm8k-lora", "llama3.1-8b-lora", "llama3.3-70b-lora", "llama3.3-70b-qlora"),
     }
 

@@ -100,7 +100,7 @@ def test_the_stated_figures_are_those_of_the_stored_forecast(command: str) -> No
     assert [float(low), float(high)] == [float(f"{each:.3g}") for each in found["step_s_range"]]
 
 
-def test_the_figures_of_the_two_small_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_the_small_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "recipes")
     quiet = lambda *_: None  # noqa: E731
     small, maths = ROOT / "recipes" / "shakespeare.yaml", ROOT / "recipes" / "gsm8k-sft.yaml"
@@ -111,6 +111,10 @@ def test_the_figures_of_the_two_small_recipes(tmp_path: Path, monkeypatch: pytes
     stream, _, corpus = prepare(plan, tokenizer, quiet)
     assert math.isclose(stated(text, "about ", " tokens, so"), len(corpus.tokens), rel_tol=0.005)
     assert round(plan.recipe.train.steps / (len(stream) / 4)) == 2, "some two passes"  # type: ignore[operator]
+
+    toy = ROOT / "recipes" / "toy-200m.yaml"
+    made = skeleton(load_config(planned(toy), None), planned(toy).recipe.model)
+    assert stated(comment(toy), "", " parameters") == sum(p.numel() for p in made.parameters())
 
     tokenizer.save_pretrained(tmp_path)
     text, everything = comment(maths), [f"model.id={tmp_path}", "data.max_rows=null"]

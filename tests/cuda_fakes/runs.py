@@ -185,6 +185,8 @@ def train(recipe: Path, words: list[str]) -> None:
         patched(dist, "broadcast_object_list", lambda *_, **words: None)
         patched(prefetch, "ThreadPoolExecutor", InThisThread)
         patched(setup, "draw_weights", lambda *_: None)  # it looks at what it draws
+        for name in ("_record_memory_history", "_dump_snapshot"):
+            patched(torch.cuda.memory, name, lambda *_, **words: None)
         patched(Checkpointer, "_commit", lambda *_: None)  # fake tensors have no bytes to write
         entered.callback(dist.destroy_process_group)
         run = ranks.build(str(recipe), [f"output_dir={recipe.parent / words[0]}", "train.compile=false", *words])
@@ -197,7 +199,8 @@ def trainers(folder: Path) -> None:
     recipe = write_recipe(folder, **few, eval__every=2, launch__nproc_per_node=1)
     for words in ([], ["train.float8=rowwise"], ["train.float8=tensorwise"]):
         train(recipe, [*words, "fsdp.mixed_precision.param_dtype=bfloat16"])
-    train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
+    recorded = ["log.profile={steps: [1, 2]}"]
+    train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true", *recorded])
 
 
 def validations(folder: Path) -> None:

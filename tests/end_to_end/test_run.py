@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     """Run six steps over two ranks to the end, with evaluation, checkpoints and TensorBoard."""
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
-        tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2
-    )
+        tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2,
+        log__profile={"steps": [2, 3]},
+    )  # fmt: skip
     return tmp, fsdptrain("run", recipe)
 
 
@@ -52,10 +55,23 @@ def test_the_run_folder_has_the_documented_files(finished: Any) -> None:
     run = finished[0] / "run"
     assert (run / "recipe.yaml").read_text() == (finished[0] / "recipe.yaml").read_text()
     names = {"recipe.yaml", "plan.json", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "export", "model"}
+    names |= {"profiles"}
     assert {path.name for path in run.iterdir()} == names | {".fsdptrain", "plans", "export.json"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
     assert all((run / "logs" / f"rank-{rank}.log").exists() for rank in range(2))
     assert json.loads((run / "plan.json").read_text())["accumulation"] == 4
+
+
+def test_the_steps_of_log_profile_are_in_a_trace_of_each_rank(finished: Any) -> None:
+    tmp, done = finished
+    assert f"\nprofile {tmp}/run/profiles (2 traces for ui.perfetto.dev)\n" in done.stdout
+    assert {path.name for path in (tmp / "run" / "profiles").iterdir()} == {
+        f"rank-{rank}-steps-2-3.json.gz" for rank in range(2)
+    }
+    with gzip.open(tmp / "run" / "profiles" / "rank-1-steps-2-3.json.gz") as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    assert names["Optimizer.step#AdamW.step"] == 2, "only these steps are recorded"
+    assert names["gloo:all_to_all"] and names["aten::mm"], "collectives and operators are in it"
 
 
 def test_metrics_have_the_documented_fields(finished: Any) -> None:
@@ -68,6 +84,9 @@ def test_metrics_have_the_documented_fields(finished: Any) -> None:
         "peak_memory_bytes", "samples",
     }  # fmt: skip
     assert all(wanted <= event.keys() for event in steps)
+    ranks = [event["peak_memory_by_rank"] for event in steps if "peak_memory_by_rank" in event]
+    assert "peak_memory_by_rank" in steps[0] and max(ranks[-1]) == steps[-1]["peak_memory_bytes"]
+    assert all(len(found) == 2 for found in ranks)
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [event["step"] for event in events(finished[0] / "run", "eval")] == [0, 3, 6]
 
@@ -232,6 +251,8 @@ def test_a_batch_larger_than_an_epoch_is_refused_with_epochs_and_said_with_steps
     refused = fsdptrain("run", recipe)
     assert refused.returncode == 2 and "train.global_batch_size: 64 sequences, but one epoch has" in refused.stderr
     assert "Traceback" not in refused.stderr and events(tmp_path / "run", "start") == []
+    late = fsdptrain("run", recipe, "train.global_batch_size=4", "log.profile={steps: [3, 40]}")
+    assert late.returncode == 2 and "log.profile: steps: [3, 40], but the last step of the run is" in late.stderr
     said = fsdptrain("run", recipe, "train.steps=1")
     assert said.returncode == 0 and "a step of 64 sequences reads the data (" in said.stdout, said.stderr
 

@@ -503,6 +503,14 @@ def test_what_layers_keep_moves_to_the_host_and_kept_attention_saves_its_time(
     assert kept.compute_s < full.compute_s
 
 
+def test_float16_needs_what_bfloat16_needs_and_a_loss_scale(tmp_path: Path, forecaster: Forecaster) -> None:
+    found = [
+        forecaster.forecast(gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype}), H100)
+        for dtype in ("bfloat16", "float16")
+    ]
+    assert 0 <= found[1].peak_bytes - found[0].peak_bytes < 2**14 and found[0].flops == found[1].flops
+
+
 def test_a_step_of_many_micro_batches_repeats_the_simulated_ones(tmp_path: Path, forecaster: Forecaster) -> None:
     once, twice, often = (
         forecaster.forecast(gpu_plan(tmp_path, train__global_batch_size=16 * micro_batches), H100)
@@ -564,7 +572,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
 
 def test_a_card_without_bfloat16_rejects_a_bfloat16_recipe(tmp_path: Path, forecaster: Forecaster) -> None:
     findings: list[Findings] = []
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "float16"):
         plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
         findings.append(Findings(elsewhere=True))
         dry_run(Request(plan, hardware=KNOWN["v100-32gb"]), findings[-1], forecaster)

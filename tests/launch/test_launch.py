@@ -514,17 +514,19 @@ def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
         assert bool(named) == (cost > MIN_COST)
 
 
-def test_the_events_have_the_allocator_s_retries_since_the_last_event() -> None:
+def test_the_events_have_retries_since_the_last_event_and_the_memory_of_ranks_if_it_has_changed() -> None:
     trainer = Trainer.__new__(Trainer)
     trainer.totals = Totals()
     trainer.world = SimpleNamespace(device=torch.device("cuda"), size=2)  # type: ignore[assignment]
-    stats = StepStats(1.0, 1.0, False, 5, 7, 1.0, 1.0, [0, 5], [], [])
-    assert trainer.allocator_fields(stats) == {"reserved_memory_bytes": 7, "alloc_retries": 5}
+    stats = StepStats(1.0, 1.0, 1.0, False, 7, 1.0, 1.0, [4, 5], [0, 5], [], [])
+    found = {"peak_memory_by_rank": [4, 5], "reserved_memory_bytes": 7, "alloc_retries": 5}
+    assert trainer.memory_fields(stats) == found
     # The rank with the most in all is not the one with the most since the last event.
     for retries, since in (([3, 6], 3), ([3, 6], 0), ([3, 7], 1)):
-        assert trainer.allocator_fields(dataclasses.replace(stats, alloc_retries=retries))["alloc_retries"] == since
+        assert trainer.memory_fields(dataclasses.replace(stats, alloc_retries=retries))["alloc_retries"] == since
     trainer.world = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-    assert trainer.allocator_fields(stats) == {}
+    assert trainer.memory_fields(stats) == {}
+    assert trainer.memory_fields(dataclasses.replace(stats, peak_memory=[4, 6])) == {"peak_memory_by_rank": [4, 6]}
 
 
 def test_only_layers_and_only_training_are_on_the_layer_clock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,22 @@ def test_the_embedding_is_not_gathered_for_its_backward(logs: dict[str, list[str
 def test_weights_that_stay_are_gathered_once_a_step(logs: dict[str, list[str]]) -> None:
     units = [*map(str, range(LAYERS)), "embedding", "head"]
     assert [logs["kept, accumulated"].count(f"gather {unit}") for unit in units] == [1] * len(units)
+
+
+def test_units_are_gathered_for_backward_in_groups_that_all_of_them_share(recipe: Path, tmp_path: Path) -> None:
+    """`fsdp.reshard_after_forward` moves the gathers of backward, and nothing else, into smaller groups."""
+    variants = {"world": [], "pairs": ["fsdp.reshard_after_forward=2"]}
+    batch = ["train.global_batch_size=8", "train.micro_batch_size=1", "data.eval={fraction: 0.05}"]
+    variants = {name: [*batch, *overrides] for name, overrides in variants.items()}
+    found, *others = on_ranks(4, "groups_of_gathers", tmp_path, recipe=str(recipe), variants=variants, steps=2)
+    world, pairs = found["world"], found["pairs"]
+    assert all(other["pairs"]["curve"] == pairs["curve"] for other in others)
+    assert largest_difference(pairs["curve"], world["curve"]) == (0, 0), "the weights are the same"
+    assert pairs["eval"] == world["eval"] and pairs["sharded"]
+    assert pairs["groups"] == 1 + 2, "the group beside the training, and one mesh of two axes for all units"
+    units, micros = LAYERS + 2, 2 * 2
+    assert world["gathers"] == {"4": micros * (units + LAYERS)}  # head and embedding once, layers twice
+    assert pairs["gathers"] == {"4": micros * units, "2": micros * LAYERS}
 
 
 def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list[str]]) -> None:
@@ -349,6 +366,11 @@ def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: li
         assert rank["poisoned"]["loss"]["sources"] == [{**where, "what": "the loss is nan"}]
         assert rank["poisoned"]["gradient"]["sources"] == [{**where, "what": "the gradient of lm_head.weight"}]
         assert rank["poisoned"]["again"] == []
+        layer = "the loss is nan, first in the output of model.layers.1"
+        assert rank["poisoned"]["unit"]["sources"] == [{**where, "what": layer}]
+        [operator] = rank["poisoned"]["operator"]["sources"]
+        named = r"the gradient of \S+, first from SqrtBackward0 of `.*\.sqrt\(\)` \(ranks\.py:\d+\)"
+        assert re.fullmatch(named, operator.pop("what")) and operator == where
 
 
 def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 LAYERS = {
     "llama2-7b-no-shard-4x80gb": 32, "llama2-13b-shard-grad-op-8x80gb": 40, "llama3.1-8b-full-shard-8xh100": 32,
     "llama3.3-70b-full-shard-8xh100": 80, "llama3.3-70b-hybrid-shard-8x8": 80, "qwen3-8b-full-shard-8xh100": 36,
-    "shakespeare": 3,
+    "shakespeare": 3, "toy-200m": 16,
 }  # fmt: skip
 
 
@@ -109,6 +109,10 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Pa
         plan_of(recipe)
     with pytest.raises(RecipeError, match=r"fsdp\.shard_size: 2 does not divide 3 ranks; use one of 1, 3"):
         plan_of(recipe, "train.global_batch_size=6", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
+    for group, ranks, way_out in ((2, 3, "null"), (4, 4, "null, 2"), (3, 4, "null, 2")):
+        words = [f"launch.nproc_per_node={ranks}", "train.global_batch_size=12", f"fsdp.reshard_after_forward={group}"]
+        with pytest.raises(RecipeError, match=rf"reshard_after_forward: {group} is no part of .*; use {way_out}$"):
+            plan_of(recipe, *words)
 
 
 def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) -> None:

@@ -99,6 +99,18 @@ def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[st
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
 
 
+def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:
+    changes = [{}, {"fsdp__reshard_after_forward": 2}, {"fsdp__strategy": "SHARD_GRAD_OP"}]
+    plans = [plan_of(tmp_path, train__global_batch_size=8, **each) for each in changes]
+    own, groups, kept = (peak(on_fake(plan), HOST).allocated for plan in plans)
+    assert own < groups < kept and math.isclose(groups, on_real(plans[1]), rel_tol=5e-3)
+    shards, divided = (peak(on_fake(plan), HOST).by_category["gathered parameters"] for plan in plans[:2])
+    assert divided - shards > 0.8 * (groups - own), "they are counted as what they are"
+    gathers = {(each.kind, each.ranks): each.count for each in traffic(on_fake(plans[1]).all(), 4)}
+    layers = SMALL["num_hidden_layers"]
+    assert gathers["all-gather", 2] == layers and gathers["all-gather", 4] == layers + 3  # and that of the numbers
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.soak if kind != "adamw_8bit" else ()) for kind in OptimizerKind]
 )

@@ -63,6 +63,17 @@ def test_the_live_line_keeps_its_most_important_parts(
     assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
 
 
+def test_memory_is_shown_of_the_fullest_and_the_emptiest_rank_where_they_differ() -> None:
+    for ranks, shown in (([93, 100], "1.00 GiB/rank"), ([50, 100], "0.50 to 1.00 GiB/rank (most on rank 1)")):
+        screen = Screen(Console(file=io.StringIO(), width=200))
+        screen.show(STARTED)
+        screen.show(step(1, peak_memory_by_rank=[2**30 * share // 100 for share in ranks]))
+        screen.show(step(2))  # they are written when they have changed
+        assert ("0.50 to 1.00 GiB" in drawn(screen._line, 200)) == (" to " in shown)
+        screen.summary(1.0)
+        assert f" · peak {shown}\n" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_allocator_retries_are_shown_only_when_there_are_any() -> None:
     screen = Screen(Console(file=io.StringIO()))
     screen.show(STARTED)

@@ -1,0 +1,139 @@
+"""Find what made a step not finite: repeat its micro-batches, watching the units, the operators and the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdptrain.data.corpus import Batch
+from fsdptrain.parallel.shard import begin_micro_batch
+from fsdptrain.train.patches import reductions_watched
+from fsdptrain.train.step import Engine
+
+TORCH = Path(torch.__file__).parent
+FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
+
+@dataclass(frozen=True)
+class NonFiniteBatch:
+    """A micro-batch of a rank, and what in it is not finite: `the loss is nan`, `the gradient of NAME`."""
+
+    rank: int
+    micro_batch: int
+    what: str
+
+
+def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[NonFiniteBatch]:
+    """Repeat the micro-batches of a step, and return those that are not finite, of all ranks; collective.
+
+    After the reduction the gradient is non-finite on every rank, whichever rank caused it. So every rank checks its own
+    loss of each micro-batch, and its own gradients before they are reduced. It names where each began: the unit whose
+    output is the first that is not finite, or the operator of backward. (torch's own anomaly detection raises there,
+    which would leave the other ranks waiting; here it only records where in the code an operator was called.)
+    The list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
+    """
+    mine: list[tuple[int, str]] = []
+    with (
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        _watched_outputs(engine.model) as bad_units,
+        _watched_reductions(engine.model) as bad_names,
+    ):
+        engine.seed(step)
+        begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
+        for number, batch in enumerate(batches):
+            loss = engine.loss(batch, label_tokens or 1)
+            bad_operators = watch_operators(loss)
+            loss.backward()
+            engine.drop_gradients()
+            engine.on_progress()
+            if not math.isfinite(loss.item()):
+                unit = f", first in the output of {bad_units[0]}" if bad_units else ""
+                mine.append((number, f"the loss is {loss.item():g}{unit}"))
+            elif bad_names:  # in the order of backward: the first one is the cause of the others
+                operator = f", first from {bad_operators[0]}" if bad_operators else ""
+                mine.append((number, f"the gradient of {bad_names[0]}{operator}"))
+            bad_units.clear()
+            bad_names.clear()
+    found: list[list[tuple[int, str]]] = [[]] * engine.world.size
+    dist.all_gather_object(found, mine, group=engine.world.side)
+    return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
+
+
+@contextlib.contextmanager
+def _watched_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the modules of units whose outputs are not finite, in the order of forward.
+
+    The hooks are outside of what is compiled, so nothing is compiled again.
+    """
+    bad_units: list[str] = []
+
+    def check(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not _finite(output if isinstance(output, tuple) else (output,)):
+            bad_units.append(name)
+
+    hooks = [
+        module.register_forward_hook(functools.partial(check, name))
+        for name, module in model.named_modules()
+        if name and issubclass(type(module), FSDPModule)
+    ]
+    yield bad_units
+    for hook in hooks:
+        hook.remove()
+
+
+def watch_operators(loss: torch.Tensor) -> list[str]:
+    """Return a list that the backward of `loss` fills with its operators that make non-finite gradients of finite ones.
+
+    An operator is named as autograd names it, with the line that called it if anomaly detection was on in forward.
+    """
+    found: list[str] = []
+
+    def check(name: str, metadata: dict[str, Any], results: Any, gradients: Any) -> None:
+        if not found and _finite(gradients) and not _finite(results):
+            found.append(name + _call_of(metadata.get("traceback_", [])))
+
+    nodes: list[Any] = [loss.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_hook(functools.partial(check, node.name(), node.metadata))
+            nodes.extend(earlier for earlier, _ in node.next_functions)
+    return found
+
+
+def _call_of(frames: list[str]) -> str:
+    """Return the innermost of the formatted stack frames that is not in torch, as its code, file and line."""
+    calls = [call for frame in frames if (call := FRAME.search(frame)) and not Path(call["file"]).is_relative_to(TORCH)]
+    return f" of `{calls[-1]['code']}` ({Path(calls[-1]['file']).name}:{calls[-1]['line']})" if calls else ""
+
+
+def _finite(values: Sequence[Any]) -> bool:
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+@contextlib.contextmanager
+def _watched_reductions(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the parameters whose gradients on this rank are not finite before reduction, in the order of backward."""
+    bad_names: list[str] = []
+    names = {id(param): name for name, param in model.named_parameters()}
+
+    def check(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+        named = zip(params, gradients, strict=True)
+        bad_names.extend(reversed([names[id(param)] for param, grad in named if not grad.isfinite().all()]))
+
+    with reductions_watched(check):
+        yield bad_names

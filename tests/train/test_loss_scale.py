@@ -1,0 +1,102 @@
+"""Training in float16: its loss scale is that of torch.amp.GradScaler, and a checkpoint has it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import cosine_rates, documents_of, largest_difference, stream_of
+from support import TINY, on_ranks, write_recipe
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdptrain.train import loss_scale
+from fsdptrain.train.loss_scale import LossScale
+
+STEPS, BATCH, START, INTERVAL, AT = 12, 8, 2.0**23, 3, 7
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
+def test_the_scale_is_that_of_gradscaler(overflows: list[bool], interval: int) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=interval)
+    with patch.object(loss_scale, "START", 2.0**40), patch.object(loss_scale, "INTERVAL", interval):
+        scale, never = LossScale(torch.device("cpu")), torch.zeros(())
+        for overflow in overflows:
+            scaler.scale(weight.sum()).backward()
+            weight.grad.fill_(math.inf if overflow else 1.0)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            norm = torch.tensor(math.inf if overflow else 1.0)
+            scale.update(~never.bool(), torch.ones(()))  # of a step that is blocked: it changes nothing
+            scale.update(scale.overflows(torch.ones(()), norm), never)
+            scale = LossScale(torch.device("cpu"), scale.state())  # as a resume does
+            assert scale.value.item() == scaler.get_scale()
+
+
+def test_a_gradient_that_is_not_finite_with_a_scale_of_1_is_no_overflow() -> None:
+    one, infinite = torch.ones(()), torch.tensor(math.inf)
+    assert LossScale(torch.device("cpu"), [2.0, 0.0]).overflows(one, infinite)
+    assert not LossScale(torch.device("cpu"), [1.0, 0.0]).overflows(one, infinite)
+    assert not LossScale(torch.device("cpu"), [2.0, 0.0]).overflows(infinite, infinite)
+
+
+def plain_curve(folder: Path, recipe: Path, scaler: torch.amp.GradScaler) -> list[list[float]]:
+    """[loss, gradient norm, loss scale] a step of a plain loop: a sequence at a time, clip at 1, AdamW, decay 0.1."""
+    model, stream = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stream_of(recipe)[0]
+    params, embedding = dict(model.named_parameters()), model.get_input_embeddings().weight
+    decays = [param.ndim > 1 and param is not embedding for param in params.values()]
+    groups = [
+        {"params": [p for p, d in zip(params.values(), decays, strict=True) if d == each], "weight_decay": 0.1 * each}
+        for each in (True, False)
+    ]
+    optimizer, curve = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), []
+    for step, rate in enumerate(cosine_rates(3e-4, STEPS)):
+        rows = [documents_of(stream.corpus, [number]) for number in stream.at(range(step * BATCH, (step + 1) * BATCH))]
+        tokens, mean = sum(int((labels >= 0).sum()) for *_, labels in rows), 0.0
+        for ids, mask, labels in rows:
+            cast = {name: param.half() for name, param in params.items()}
+            inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            logits = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits.float()
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+            scaler.scale(loss).backward()
+            mean += loss.item()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        curve.append([mean, norm.item(), scaler.get_scale()])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return curve
+
+
+def test_float16_trains_as_a_plain_loop_with_gradscaler_and_resumes_bitwise(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
+    recipe = write_recipe(
+        tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}, train__steps=STEPS,
+        train__global_batch_size=BATCH, fsdp__mixed_precision={"param_dtype": "float16"}, checkpoint__every=None,
+    )  # fmt: skip
+    words = {"start": START, "interval": INTERVAL, "at": AT, "overrides": []}
+    found, other = on_ranks(2, "scaled", tmp_path / "ranks", recipe=str(recipe), **words)
+    torch.set_num_threads(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=START, growth_interval=INTERVAL)
+    expected = plain_curve(tmp_path / "model", recipe, scaler)
+    assert [step[2] for step in found["curve"]] == [step[2] for step in expected]
+    finite = [math.isfinite(step[1]) for step in expected]
+    assert not finite[0] and any(finite[:6]) and not all(finite[6:]), "it begins too high, and is too high again"
+    pairs = [(own, plain) for own, plain, is_finite in zip(found["curve"], expected, finite, strict=True) if is_finite]
+    assert max(largest_difference(*([step[:2] for step in steps] for steps in zip(*pairs, strict=True)))) < 2e-3
+    assert len(found["skipped"]) == finite.count(False)
+    assert found["skipped"][0]["what"] == "step 1: the gradient overflows float16 with a loss scale of " + (
+        f"{START:g}, which is halved"
+    )
+    for rank in (found, other):
+        assert rank["resumed"] and rank["again"] == rank["curve"][AT:] and rank["curve"] == found["curve"]
