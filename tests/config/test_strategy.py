@@ -43,11 +43,13 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
     assert {strategy.value: unused_with("fsdp.strategy", strategy) for strategy in Strategy} == {
         "FULL_SHARD": {"fsdp.compare_copies_every": None, "fsdp.shard_size": None},
         "SHARD_GRAD_OP": {
-            "fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None,
+            "fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE",
+            "fsdp.reshard_after_forward": None,
         },
         "HYBRID_SHARD": {},
         "HYBRID_SHARD_ZERO2": {"fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None},
-        "NO_SHARD": {"fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None},
+        "NO_SHARD": {
+            "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None},
     }  # fmt: skip
 
 
