@@ -78,7 +78,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     time = time_of(plan, trace, hardware, tokens, useful_flops)
     if kernel == varlen.NAME and (name := card.faster_flash):
         faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
-        notes.append(f"{recommendation(name)} (forecast: {faster:.3g} s a step for {time['step_s']:.3g} s)")
+        notes.append(f"{recommendation(name)} (forecast: {faster:.3g} s a step instead of {time['step_s']:.3g} s)")
     return Forecast(
         **memory_of(trace, device, hardware),
         **communication(plan, trace, Counts.of(weights)),
