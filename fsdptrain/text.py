@@ -85,6 +85,11 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s / 1000:,.0f}k tok/s" if thousands else f"{tokens_per_s:,.0f} tok/s"
 
 
+def seconds(number: float) -> str:
+    """Return seconds with three digits, or all before the point: `0.0467`, `4.62`, `1,230`."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration as `1:15` (75 seconds) or `1:00:05` (an hour and 5 seconds)."""
     hours, rest = divmod(round(seconds), 3600)

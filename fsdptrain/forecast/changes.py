@@ -24,7 +24,7 @@ from fsdptrain.folder.records import Record
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan, elastic_problems, may_reshard_to, varied
-from fsdptrain.text import size
+from fsdptrain.text import seconds, size
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 SHOWN = 3  # overrides
@@ -286,7 +286,7 @@ def _fitting(
 
 def _line(fit: tuple[dict[str, Any], Forecast]) -> str:
     overrides, forecast = fit
-    return f"  {command_text(overrides)}  ({size(forecast.needed_bytes)}, {forecast.step_s:.3g} s a step)"
+    return f"  {command_text(overrides)}  ({size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step)"
 
 
 def _untried(changes: list[dict[str, Any]]) -> list[str]:

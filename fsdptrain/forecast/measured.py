@@ -19,7 +19,7 @@ from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.plan.plan import Plan
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import size
+from fsdptrain.text import seconds, size
 
 WARM_UP = 3  # first steps that are not compared: they compile, connect and fill caches
 POLL_S = 0.5  # seconds between two reads of metrics.jsonl
@@ -93,8 +93,8 @@ class ForecastComparison:
 def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Return forecast and measurement of memory (as allocated by torch) and time; `ratio` is measured / forecast."""
     peak = max(step["peak_memory_bytes"] for step in steps) - start["baseline_memory_bytes"]
-    seconds = statistics.median(step["step_s"] for step in steps)
-    pairs = {"peak_bytes": (forecast.peak_bytes, peak), "step_s": (forecast.step_s, seconds)}
+    step_s = statistics.median(step["step_s"] for step in steps)
+    pairs = {"peak_bytes": (forecast.peak_bytes, peak), "step_s": (forecast.step_s, step_s)}
     compared = {
         name: {"forecast": expected, "measured": measured, "ratio": measured / expected}
         for name, (expected, measured) in pairs.items()
@@ -112,6 +112,6 @@ def comparison_line(found: dict[str, Any]) -> str:
     memory, speed = found["compared"]["peak_bytes"], found["compared"]["step_s"]
     return (
         f"forecast and measurement: memory {size(memory['forecast'])}, measured {size(memory['measured'])} "
-        f"({memory['ratio']:.2f}×); a step {speed['forecast']:.3g} s, measured {speed['measured']:.3g} s "
+        f"({memory['ratio']:.2f}×); a step {seconds(speed['forecast'])} s, measured {seconds(speed['measured'])} s "
         f"({speed['ratio']:.2f}×)"
     )

@@ -11,7 +11,7 @@ from fsdptrain.forecast.changes import changes_that_save_memory, command_text, l
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.search import MAX_NODES, SAME_TIME, Advice, Option
 from fsdptrain.plan.plan import Plan
-from fsdptrain.text import NO_BREAK_SPACE, counted, duration, size
+from fsdptrain.text import NO_BREAK_SPACE, counted, duration, seconds, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
 ADVICE_SHOWN = 8  # plans in the table; the own plan and the best of each strategy always are
@@ -71,16 +71,16 @@ def traffic_lines(forecast: Forecast) -> list[str]:
 def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
     """Return the time of a step, rates, and the time of the run; `cost` is empty if the number of steps is unknown."""
     world, unit = plan.topology.world_size, _unit(plan)
-    low, high = (seconds / forecast.step_s for seconds in forecast.step_s_range)
+    low, high = (end / forecast.step_s for end in forecast.step_s_range)
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
     attention = f"; attention by {forecast.attention}" if forecast.attention else ""
     lines = [
-        f"{forecast.step_s:.3g} s a step ({low * forecast.step_s:.3g} to {high * forecast.step_s:.3g}; "
+        f"{seconds(forecast.step_s)} s a step ({seconds(low * forecast.step_s)} to {seconds(high * forecast.step_s)}; "
         f"rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
-        f"compute alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
-        f"attention included{attention}), collectives alone {forecast.communication_s:.3g} s; the step waits "
-        f"{forecast.exposed_s:.3g} s for what compute does not hide",
+        f"compute alone takes {seconds(forecast.compute_s)} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
+        f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
+        f"{seconds(forecast.exposed_s)} s for what compute does not hide",
     ]
     if plan.compiles:
         lines[0] += "; what train.compile saves is unknown, and not counted"
@@ -122,7 +122,7 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
         return f"does not fit {where}: {share}"
     parts = [f"fits {where}{', but only just' if step.get('tight') else ''}: {share}"]
     if "step_s" in step:
-        parts.append(f"{step['step_s']:.3g} s a step")
+        parts.append(f"{seconds(step['step_s'])} s a step")
     if "run_s" in step:
         parts.append(f"{_amount(step['gpu_hours'])} GPU-hours" if gpu else f"{duration(step['run_s'])} in all")
     if "dollars" in step:
@@ -185,7 +185,7 @@ def _option_cells(option: Option) -> list[str]:
         f"{option.accumulation} × {option.micro_batch_size}",
         _recomputed(option.activation_checkpointing),
         size(option.needed_bytes),
-        f"{option.step_s:.3g} s",
+        f"{seconds(option.step_s)} s",
         f"{option.tokens_per_s:,.0f}",
         f"{option.mfu:.1%}",
         ", ".join(mark for mark, applies in marks.items() if applies),
@@ -213,7 +213,7 @@ def advice_lines(advice: Advice) -> list[str]:
         found.append("your plan is about as fast as the fastest that fits")
     else:
         gain = f"{own.step_s / best.step_s:.2f} times as fast as yours" if own.fits else "yours does not fit"
-        found.append(f"the fastest that fits takes {best.step_s:.3g} s a step, {gain}")
+        found.append(f"the fastest that fits takes {seconds(best.step_s)} s a step, {gain}")
     if advice.failed:
         found.append(f"{counted(len(advice.failed), 'plan')} could not be forecast; the first: {advice.failed[0]}")
     return found
@@ -231,8 +231,8 @@ def advice_commands(advice: Advice) -> list[tuple[str, list[str]]]:
     found = [(f"plan {n}:", override_words(o.overrides)) for n, o in enumerate(_shown(advice.options), 1) if not o.own]
     return found + [
         (
-            f"fits with {leaner.kind.name} ({size(leaner.option.needed_bytes)}, {leaner.option.step_s:.3g} s a step); "
-            f"{leaner.kind.effect}:",
+            f"fits with {leaner.kind.name} ({size(leaner.option.needed_bytes)}, {seconds(leaner.option.step_s)} s a "
+            f"step); {leaner.kind.effect}:",
             override_words(leaner.option.overrides),
         )
         for leaner in advice.leaner

@@ -35,7 +35,7 @@ from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.kernels import attention_kernels
 from fsdptrain.simulate.simulation import simulate
-from fsdptrain.text import size
+from fsdptrain.text import seconds, size
 
 SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/calibration.md
 
@@ -78,7 +78,8 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     time = time_of(plan, trace, hardware, tokens, useful_flops)
     if kernel == varlen.NAME and (name := card.faster_flash):
         faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
-        notes.append(f"{recommendation(name)} (forecast: {faster:.3g} s a step instead of {time['step_s']:.3g} s)")
+        gain = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
+        notes.append(f"{recommendation(name)} (forecast: {gain})")
     return Forecast(
         **memory_of(trace, device, hardware),
         **communication(plan, trace, Counts.of(weights)),

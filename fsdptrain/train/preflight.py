@@ -63,16 +63,16 @@ class PreparedModel:
 
 
 def slow_dtype_note(plan: Plan) -> str | None:
-    """Return a note on a plan that computes in 16 bits on a CPU which has no instructions for it."""
+    """Return a note on a plan that computes in a 16-bit dtype for which this CPU has no instructions, or few CPUs have."""
     dtype = plan.recipe.fsdp.mixed_precision.param_dtype
-    supported = {
-        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    lacking = {
+        "bfloat16": not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "this CPU has no instructions for bfloat16",
+        "float16": "few CPUs have instructions for float16",
     }
-    if plan.topology.device != "cpu" or dtype not in supported or supported[dtype]():
+    if plan.topology.device != "cpu" or not (reason := lacking.get(dtype)):
         return None
     return (
-        f"this CPU has no instructions for {dtype}: matrix products take up to 70 times as long as in float32; set "
+        f"{reason}: without them matrix products take up to 70 times as long as in float32; set "
         "fsdp.mixed_precision.param_dtype=float32"
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import counted, duration, size
+from fsdptrain.text import counted, duration, seconds, size
 from fsdptrain.validate.findings import Outcome
 from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.summary import show_notes, show_section
@@ -65,7 +65,7 @@ def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> li
     tried = counted(outcome.report["advice"]["tried"] + 1, "plan")
     lines = [
         f"the fastest of {tried} for {hardware}, by forecast: {size(best['needed_bytes'])} of "
-        f"{size(best['memory_bytes'])} a GPU, {best['step_s']:.3g} s a step, MFU {best['mfu']:.0%}"
+        f"{size(best['memory_bytes'])} a GPU, {seconds(best['step_s'])} s a step, MFU {best['mfu']:.0%}"
     ]
     rows = outcome.report.get("data", {})
     if "steps" in rows and rows["rows"] == rows["available"]:  # else the steps are those of a part of the data
