@@ -155,7 +155,7 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
         base = {n: p for n, p in params.items() if not p.requires_grad}
         before = {n: local(p.detach()).clone() for n, p in base.items()}
         reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
-        whole = {base_name(n).removeprefix("transformer."): p.detach().full_tensor() for n, p in base.items()}
+        whole = {base_name(n).removeprefix("transformer."): gathered_whole(p.detach()) for n, p in base.items()}
         with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
             keys = {key.removeprefix("transformer."): key for key in file.keys() if "experts" not in key}  # noqa: SIM118
             found[name] = {
@@ -167,6 +167,7 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
                     if n in whole
                 ),
                 "base": sorted({str(p.dtype) for p in base.values()}),
+                "kept whole": sorted(base_name(n) for n, p in base.items() if not isinstance(p, DTensor)),
                 "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
             }
     return found
@@ -224,7 +225,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
                     whole = whole.T.contiguous() if layer.transposed else whole
                     packed, state = functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
                     weight, absmax, *buffers = layer.quantised
-                    own = nf4.dequantise((weight.full_tensor(), absmax.full_tensor(), *buffers), compute)
+                    own = nf4.dequantise((gathered_whole(weight), gathered_whole(absmax), *buffers), compute)
                     same, count = same and torch.equal(own, functional.dequantize_4bit(packed, state)), count + 1
         gathered: list[int] = []
 
@@ -1130,6 +1131,11 @@ def bounds(changes: Any) -> tuple[int, int]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, of which this rank may have a part only."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:

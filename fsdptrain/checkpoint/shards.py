@@ -40,10 +40,12 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim) 
     The state is called `optim.NAME.KEY`; `optim` says which of its tensors are saved, and which have the rows of the
     weights. Frozen parameters are in the files of the pretrained model.
     """
-    shards = {f"model.{name}": shard_of(tensor) for name, tensor in trained_state(model).items()}
+    state = trained_state(model)
+    shards = {f"model.{name}": shard_of(tensor) for name, tensor in state.items()}
     parts, weights = named_parts(optimizer), weights_of(model)
     for name, param in model.named_parameters():
-        assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"
+        sharded = isinstance(param, DTensor) or name not in state
+        assert sharded, f"{name} is not sharded: a forward without a backward left it gathered"
         rows = shard_of(param)
         for tensor in state_of(optim, weights[name], parts[name]) if name in parts else ():
             value = optimizer.state[parts[name]][tensor.key]

@@ -206,7 +206,9 @@ FOREIGN_NAMES = {
     ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
     "not supported: training is on NVIDIA GPUs or CPUs": "xla xla_* tpu_* downcast_bf16",
-    "not supported: every parameter is sharded": "ignored_modules ignored_states",
+    "fsdp.ignore: the parameters that every rank keeps whole, by name or pattern; only frozen ones": (
+        "ignored_modules ignored_states"
+    ),
     "not supported: reduced gradients have the dtype of the master weights": "keep_low_precision_grads",
     "not supported: nothing is offloaded to disk": "nvme_path buffer_count max_in_cpu fast_init aio",
     "not supported: fsdp.cpu_offload keeps parameters, gradients and optimizer state in host memory, all of them": (

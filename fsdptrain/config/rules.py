@@ -298,7 +298,14 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
             "stays on its device anyway; use reduce",
             "fsdp.accumulation",
         )
-
+    if recipe.fsdp.ignore and recipe.adapter.kind is None and not recipe.model.trainable:
+        yield Problem(
+            "keeps frozen parameters whole, and none is frozen: set adapter.kind or model.trainable, or use "
+            "fsdp.strategy: NO_SHARD, which keeps all of them whole",
+            "fsdp.ignore",
+        )
+    if recipe.fsdp.ignore and recipe.fsdp.cpu_offload:
+        yield Problem("is not possible with fsdp.cpu_offload, which keeps parameters in host memory", "fsdp.ignore")
     for path in NCCL_KEYS:
         if value_at(recipe, path) and (fault := _library_fault("torch", (2, 13))):
             yield Problem(f"{fault}: remove it", path)

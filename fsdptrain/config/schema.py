@@ -252,6 +252,12 @@ class Fsdp:
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
         unset=False,
     )
+    ignore: list[str] = key(
+        [],
+        "frozen parameters that every rank keeps whole instead of gathering them, given as in model.trainable",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
+        unset=[],
+    )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",

@@ -114,7 +114,7 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
     fsdp = plan.recipe.fsdp
     if recomputation == "full" and (fsdp.recomputation.kind, fsdp.recomputation.every) == ("full", 1):
         recomputation = fsdp.activation_checkpointing
-    wanted = {
+    wanted: dict[str, Any] = {
         "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
         "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,
     }  # fmt: skip
@@ -123,6 +123,8 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
     if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
         wanted["fsdp.accumulation"] = "reduce"
+    if ladder.offload:
+        wanted["fsdp.ignore"] = []
     if fsdp.reshard_after_forward and not may_reshard_to(fsdp.reshard_after_forward, ranks):
         wanted["fsdp.reshard_after_forward"] = None
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
@@ -134,8 +136,9 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
 def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
 
-    First single changes: gradients reduced in every micro-batch, recomputation, a smaller micro-batch, more sharding.
-    Then the last three together, then more ranks in a row, what layers keep in host memory, and all offload last.
+    First single changes: gradients reduced in every micro-batch, all weights sharded, recomputation, a smaller
+    micro-batch, more sharding. Then the last three together, then more ranks in a row, what layers keep in host memory,
+    and all offload last.
     """
     recipe, world = plan.recipe, plan.topology.world_size
     fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
@@ -156,6 +159,8 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
     if holds_more and plan.accumulation > 1:
         yield {"fsdp.accumulation": "reduce"}
+    if fsdp.ignore:
+        yield {"fsdp.ignore": []}
     seen: list[dict[str, Any]] = [{}]
     for ladder, ranks, recomputation, micro in choices:
         overrides = overrides_of(plan, ladder, ranks, recomputation, micro)
@@ -201,7 +206,7 @@ def leaner_kinds(plan: Plan) -> list[Kind]:
 
 def all_kinds(plan: Plan) -> list[tuple[Kind, Plan]]:
     """Return training of the whole model and every leaner kind, each with the plan that trains so."""
-    whole = varied(plan, {"adapter.kind": None, "model.trainable": []})
+    whole = varied(plan, {"adapter.kind": None, "model.trainable": [], "fsdp.ignore": []})
     kinds = [Kind("full", "trains the whole model", {}), *leaner_kinds(whole)]
     return [(kind, varied(whole, kind.overrides)) for kind in kinds]
 

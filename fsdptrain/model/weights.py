@@ -61,7 +61,7 @@ def read_weights(
     quantizer: RowQuantizer | None = None,
     added: Sequence[int] = (),
 ) -> None:
-    """Fill a sharded meta model from the safetensors of `model.id`; this rank reads its own slices only.
+    """Fill a sharded meta model from the safetensors of `model.id`; this rank reads what it keeps, its own slices.
 
     `bare` is an unsharded skeleton. `quantizer` quantises the weights of NF4Linear layers; its `finish` must follow.
     `added` are the ids of `model.add_tokens`, whose rows become the mean of those before them. Raises
@@ -75,6 +75,8 @@ def read_weights(
         with without_adapters(model):
             slices = _as_stored(model, _counted(_with_added_rows(bare, slices, plan, added), progress))
             _fill(model, bare, slices, plan, device, quantizer)
+    for name in model.frozen_names:  # transformers lets a parameter that is not sharded be trained
+        model.get_parameter(name).requires_grad_(False)
 
 
 def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
@@ -246,8 +248,8 @@ class _Transposed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rows, name)
 
-    def __getitem__(self, key: tuple[slice, slice]) -> torch.Tensor:
-        tensor: torch.Tensor = self._rows[key[::-1]]
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._rows[key if key is ... else key[::-1]]
         return tensor.T.contiguous()
 
 

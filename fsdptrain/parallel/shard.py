@@ -20,7 +20,7 @@ from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.float8 import convert_to_float8
-from fsdptrain.model.freeze import freeze, layers_in_nf4
+from fsdptrain.model.freeze import freeze, kept_whole, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
@@ -99,6 +99,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "mesh": world.mesh,
         "mp_policy": precision(fsdp),
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
+        "ignored_params": {*kept_whole(model, plan.recipe).values()} or None,
     }
     reshard = fsdp.strategy.reshards
     with resharding_to(world.groups):

@@ -90,6 +90,7 @@ fsdp:
   accumulation: reduce
   separate_reduce_scatter: false
   symmetric_memory: false
+  ignore: []
   cpu_offload: false
   activation_checkpointing: none
 parallel:
@@ -315,7 +316,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("galore_rank", "optim.name"),
         ("optimizer_in_bwd", "after the whole backward pass"),
         ("cast_forward_inputs", "always off"),
-        ("ignored_modules", "every parameter is sharded"),
+        ("ignored_modules", "only frozen ones"),
         ("nvme_path", "offloaded to disk"),
         ("zero_quantized_weights", "reduced in reduce_dtype"),
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
@@ -891,6 +892,17 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             ["fsdp.activation_checkpointing={kind: full, keep_attention: true}", "model.attn_implementation=eager"],
             "fsdp.activation_checkpointing",
             "keep_attention is not possible with eager attention: use auto or sdpa",
+        ),
+        (
+            ["fsdp.ignore=[embed]", "model.trainable=[head]", "fsdp.strategy=NO_SHARD"],
+            "fsdp.ignore",
+            "NO_SHARD, only with FULL_SHARD or",
+        ),
+        (["fsdp.ignore=[embed]"], "fsdp.ignore", "none is frozen: set adapter.kind or model.trainable"),
+        (
+            ["fsdp.ignore=[embed]", "model.trainable=[head]", "fsdp.cpu_offload=true"],
+            "fsdp.ignore",
+            "not possible with fsdp.cpu_offload",
         ),
         (
             ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.reshard_after_forward=2"],

@@ -51,6 +51,7 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
         "NO_SHARD": {
             "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
             "fsdp.separate_reduce_scatter": False, "fsdp.symmetric_memory": False, "fsdp.reshard_after_forward": None,
+            "fsdp.ignore": [],
         },
     }  # fmt: skip
 

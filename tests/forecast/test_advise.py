@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,7 @@ WRITTEN = (
     ("fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.shard_size=2", "fsdp.backward_prefetch=NONE"),
     ("fsdp.strategy=SHARD_GRAD_OP", "fsdp.activation_checkpointing={every: 2}"),
     ("fsdp.strategy=NO_SHARD", "fsdp.cpu_offload=true", "train.micro_batch_size=4"),
+    ("fsdp.ignore=[norm]", "model.id=org/name", "model.init=pretrained", "model.trainable=[lm_head]"),
 )
 
 
@@ -408,7 +410,7 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
         for ranks in ladder.sizes:
             for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
                 overrides = changes.overrides_of(plan, ladder, ranks, recomputation, micro)
-                pasted = load(recipe, [*words, *command_text(overrides).split()])
+                pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
                 assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
 
 
@@ -424,7 +426,7 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
     changes = [*changes_that_save_memory(plan.on_nodes(nodes)), *(option.overrides for option in found.options)]
     assert {option.micro_batch_size for option in found.options} == {1, 3}
     for overrides in changes:
-        pasted = load(recipe, [*words, *command_text(overrides).split()])
+        pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
         assert draft_plan(pasted, topology, elsewhere=True)[1] == []
 
 
@@ -532,6 +534,9 @@ def test_changes_that_save_memory_come_in_the_order_of_their_cost(tmp_path: Path
     assert not [*changes_that_save_memory(least)], "nothing without effect"
     hold = next(changes_that_save_memory(plan_of(tmp_path, "fsdp.accumulation=hold")))
     assert hold == {"fsdp.accumulation": "reduce"}
+    whole = varied(plan, {"fsdp.ignore": ["norm"], "model.trainable": ["lm_head"]})
+    assert next(changes_that_save_memory(whole)) == {"fsdp.ignore": []}
+    assert not any(kind.recipe.fsdp.ignore for _, kind in changes.all_kinds(whole)), "they freeze something else"
 
 
 def test_the_ways_out_of_a_plan_that_does_not_fit_are_not_set_in_it(tmp_path: Path) -> None:
