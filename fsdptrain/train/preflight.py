@@ -63,7 +63,7 @@ class PreparedModel:
 
 
 def slow_dtype_note(plan: Plan) -> str | None:
-    """Return a note on a plan that computes in a 16-bit dtype for which this CPU has no instructions, or few CPUs have."""
+    """Return a note on a plan that computes in a 16-bit dtype on a CPU, unless this one has instructions for it."""
     dtype = plan.recipe.fsdp.mixed_precision.param_dtype
     lacking = {
         "bfloat16": not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "this CPU has no instructions for bfloat16",
