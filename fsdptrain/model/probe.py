@@ -56,7 +56,7 @@ class Probe:
         `rows` are the position ids of a micro-batch; if they are `packed`, recurrences get the bounds of documents.
         Raises what the model raises, and ValueError if logits are not finite.
         """
-        inputs = {"packed_documents": bounds_of(rows)} if packed and self.recurrences else {}
+        inputs: dict[str, Any] = {"packed_documents": bounds_of(rows)} if packed and self.recurrences else {}
         among = self.logits(rows, **inputs)[document]
         alone = self.logits(rows, document)
         if not (alone.isfinite().all() and among.isfinite().all()):

@@ -80,7 +80,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": PHI3,
 }
 RECURRENT: dict[str, dict[str, Any]] = {
-    kind: small_config(kind, **own).to_diff_dict() | {"time_step_limit": [0.0, 1e9]}  # by default infinite: not in YAML
+    kind: {
+        name: value for name, value in small_config(kind, **own).to_diff_dict().items()
+        if name not in ("time_step_limit", "router_aux_loss_coef")  # infinite, and refused
+    }
     for kind, own in {
         "mamba2": {}, "granitemoehybrid": {"layer_types": GATED, "num_hidden_layers": 2},
         "kimi_linear": {"layer_types": GATED, "num_hidden_layers": 2},
