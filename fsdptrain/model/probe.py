@@ -41,7 +41,7 @@ class Probe:
     def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
         """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
-        self.recurrences = recurrence.install(model)
+        self.recurrences = recurrence.accept_documents(model)
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
         kinds = {id(layer): layer_kind(layer) for _, layer in decoder_layers(model)}
         for module in model.modules():

@@ -2,8 +2,8 @@
 
 transformers calls the kernel of a package for them, or, where that is not installed, a function in torch that stands in
 for it. Kernels take bounds of documents, but stand-ins ignore or refuse them, and architectures pass them on under
-different names. So `install` lets these functions take `packed_documents`, which reaches them in every architecture
-that hands its own arguments to its layers; whether documents then are apart is for `Probe` to find out.
+different names. So `accept_documents` lets these functions take `packed_documents`, which reaches them in every
+architecture that hands its own arguments to its layers; whether documents then are apart is for `Probe` to find out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNBOUNDED = ("mamba_inner_fn", "selective_scan_fn")  # kernels without such an a
 
 
 @dataclass(frozen=True)
-class Kernel:
+class SequenceKernel:
     """A kernel for training: its name, its distribution, and whether that is installed and takes bounds."""
 
     name: str
@@ -38,7 +38,7 @@ class Kernel:
     usable: bool
 
 
-def install(model: nn.Module) -> list[Kernel]:
+def accept_documents(model: nn.Module) -> list[SequenceKernel]:
     """Let the recurrences of a model compute each document alone where they get `packed_documents`, in this process.
 
     Replaces functions in the modules of its classes; without that argument they do what they did before. Returns the
@@ -54,7 +54,7 @@ def install(model: nn.Module) -> list[Kernel]:
     return found
 
 
-def kernel_of(function: Any) -> Kernel | None:
+def kernel_of(function: Any) -> SequenceKernel | None:
     """Return the kernel that transformers calls in place of a function, None if it has none for training.
 
     `use_kernel_func_from_hub_with_fallback` keeps it in its closure. With other names there nothing is found: packed
@@ -69,7 +69,7 @@ def kernel_of(function: Any) -> Kernel | None:
         return None
     usable = known.get("implementation", function.__wrapped__) is not function.__wrapped__
     usable &= name in BOUNDS and BOUNDS[name][1] in known["applicable_params"]
-    return Kernel(name, {"fla": "flash-linear-attention"}.get(package, package.replace("_", "-")), usable)
+    return SequenceKernel(name, {"fla": "flash-linear-attention"}.get(package, package.replace("_", "-")), usable)
 
 
 def taking_documents(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.recurrence import UNBOUNDED, install
+from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
@@ -316,7 +316,7 @@ def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
     packing = plan.recipe.data.packing
     if plan.topology.device != "cuda" or packing == "none":
         return None
-    needed = sorted({kernel.distribution for kernel in install(bare) if not kernel.usable})
+    needed = sorted({kernel.distribution for kernel in accept_documents(bare) if not kernel.usable})
     if not needed:
         return None
     return f"data.packing: {packing} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"

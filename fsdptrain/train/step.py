@@ -108,7 +108,7 @@ class Engine:
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
-        self._bounds_recurrences = bool(recurrence.install(model)) and plan.recipe.data.packing != "none"
+        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
 
     def step(
         self, step: int, batches: Sequence[Batch], label_tokens: int, lr: float, stop: bool = False, data_s: float = 0.0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.corpus import document_bounds
-from fsdptrain.model.recurrence import BOUNDS, in_kernel, install
+from fsdptrain.model.recurrence import BOUNDS, accept_documents, in_kernel
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.preflight import missing_kernels
@@ -65,7 +65,7 @@ def test_a_document_has_the_logits_and_gradients_it_has_alone(kind: str) -> None
     ])  # fmt: skip
     expected = gradients(model)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in PACKED])
-    assert install(model)
+    assert accept_documents(model)
     together = trained(model, ids, positions).flatten(0, 1)
     gradients(model)
     found = trained(model, ids, positions, packed_documents=document_bounds(PACKED)[0]).flatten(0, 1)
