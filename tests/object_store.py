@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import ssl
 import threading
 import time
@@ -108,10 +109,11 @@ def serve() -> Iterator[ObjectStore]:
 
     def application(environ: dict[str, Any], start: Any) -> Any:
         store.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
+        if length := int(environ.get("CONTENT_LENGTH") or 0):  # read first: a fault may freeze who sends it
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
         answer = store.fault(*store.requests[-1].split(" ", 1)) if store.fault else None
         if answer is None:
             return moto(environ, start)
-        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(answer[0], [("Content-Type", "application/xml")])
         if environ["REQUEST_METHOD"] == "HEAD":
             return []

@@ -160,8 +160,9 @@ FOREIGN_NAMES = {
         "disable_gradient_checkpointing"
     ),
     "fsdp.activation_checkpointing: {kind: full, offload: true}": (
-        "activation_offloading enable_activation_offloading gradient_checkpointing_kwargs"
+        "activation_offloading enable_activation_offloading"
     ),
+    "always not reentrant: delete the line": "gradient_checkpointing_kwargs",
     _ALWAYS: (
         "use_orig_params sync_module_states limit_all_gathers fsdp_sync_module_states fsdp_use_orig_params "
         "cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading low_cpu_mem_usage overlap_comm elastic_checkpoint "

@@ -146,6 +146,8 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
             "model.id",
         )
+    if any(not token.strip() for token in model.add_tokens):
+        yield Problem("a token without a visible character: remove it from the list", "model.add_tokens")
     if repeated := next((token for token in model.add_tokens if model.add_tokens.count(token) > 1), None):
         yield Problem(f"{value_text(repeated)} is listed twice: remove one of the two", "model.add_tokens")
     if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):

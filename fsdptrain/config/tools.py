@@ -151,6 +151,7 @@ _RESHARDS: dict[Any, Settings] = {True: _STAGES[3], False: _STAGES[2]}
 _SECTION_BF16: dict[Any, Settings] = _yes("fsdp.mixed_precision.param_dtype", "bfloat16")
 _ON_DEVICE: dict[Any, Settings] = {"cpu": {"fsdp.cpu_offload": True}, "none": {}}
 _FLASH: dict[Any, Settings] = {True: {}, False: {}}  # attn_implementation: auto takes the fastest kernel that there is
+_OFFLOADED = {"kind": "full", "offload": True}
 _FP16: Settings = {"fsdp.mixed_precision.param_dtype": "float16"}
 
 # Foreign name → value → what it sets. A value that is not here has no counterpart; other names' values are copied.
@@ -177,6 +178,8 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "gradient_checkpointing": _RECOMPUTES,
     "activation_checkpointing": _RECOMPUTES,
     "enable_activation_checkpointing": _RECOMPUTES,
+    "activation_offloading": _yes("fsdp.activation_checkpointing", _OFFLOADED),
+    "enable_activation_offloading": _yes("fsdp.activation_checkpointing", _OFFLOADED),
     "disable_gradient_checkpointing": {True: {}, False: {"fsdp.activation_checkpointing": "full"}},
     "bf16": {
         True: {"fsdp.mixed_precision.param_dtype": "bfloat16"},
@@ -185,6 +188,7 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
         False: {"fsdp.mixed_precision.param_dtype": "float32"},
     },
     "bf16.enabled": _SECTION_BF16,
+    "fp16.enabled": {True: _FP16, "auto": {}, False: {}},
     "fp16": {True: _FP16, "auto": {}, False: {}},
     "float16": {True: _FP16, False: {}},
     "pure_bf16": _yes("model.dtype", "bfloat16"),

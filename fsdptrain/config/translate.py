@@ -264,6 +264,7 @@ def _nothing(value: Any) -> Settings | None:
 # Foreign name → the function that returns what its value sets; None if that has no counterpart.
 RULES: dict[str, Callable[[Any], Settings | None]] = {
     "fsdp": _fsdp_words,
+    "new_special_tokens": lambda value: {"model.add_tokens": _words(value)},
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "lora_attn_modules": _targets,

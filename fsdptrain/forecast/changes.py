@@ -108,9 +108,12 @@ def layers_offloaded(plan: Plan) -> list[dict[str, Any]]:
 def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
     """Return what this choice changes in the recipe.
 
-    Keys that lose their effect are unset: with their values the recipe would be refused.
+    Keys that lose their effect are unset: with their values the recipe would be refused. A recipe that recomputes all
+    layers already does so in its own way, with what they keep in host memory or on the device.
     """
     fsdp = plan.recipe.fsdp
+    if recomputation == "full" and (fsdp.recomputation.kind, fsdp.recomputation.every) == ("full", 1):
+        recomputation = fsdp.activation_checkpointing
     wanted = {
         "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
         "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,

@@ -169,7 +169,7 @@ def is_attention(kernel: Kernel) -> bool:
 def _attention_share(name: str, hardware: Hardware) -> float:
     """Return the share of the peak of an attention kernel: the flash kernel's if it has none of its own (varlen)."""
     shares = hardware.attention_share
-    kind = next((kind for kind in shares if kind in name), "flash")
+    kind = next((kind for kind in shares if kind in name), "flash" if hardware.has_flash else "efficient")
     return shares[kind]["backward" in name]
 
 

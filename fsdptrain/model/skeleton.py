@@ -87,7 +87,8 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
     kernel = model.attn_implementation
     with _building_errors(kernel), parameters_on_meta(), _LargeOnMeta():
-        made = auto_class(config).from_config(
+        # Weights that are drawn need no other parts than the language model.
+        made = (auto_class(config) if model.init == "pretrained" else AutoModelForCausalLM).from_config(
             copy.deepcopy(config),  # `from_config` writes the dtype into it
             dtype=computed,
             attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
@@ -137,23 +138,26 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
 
-def choose_attention(plan: Plan, config: Any, prefers_cudnn: bool | None = None) -> tuple[Plan, Any]:
+def choose_attention(
+    plan: Plan, config: Any, prefers_cudnn: bool | None = None, has_flash: bool = True
+) -> tuple[Plan, Any]:
     """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
 
     sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
     recipe's batches allow: varlen, flash_attention_2, sdpa, eager. Instead of varlen it is sdpa where torch's sdpa is
-    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process.
+    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process. `has_flash`
+    is whether a card that is not in this process has FlashAttention: those before Ampere do not.
     """
     model = plan.recipe.model
     if model.attn_implementation not in ("auto", "sdpa"):
         return plan, skeleton(config, model)
     bare = skeleton(config, model)
     if plan.context > 1:
-        check_context(plan, bare)
+        check_context(plan, bare, has_flash)
     kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
     # A model of several parts may support sdpa in some of them only.
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
-    if kernel == "sdpa" and varlen.obstacle(plan, bare) is None:
+    if kernel == "sdpa" and has_flash and varlen.obstacle(plan, bare) is None:
         bare.set_attn_implementation(kernel := varlen.NAME)
         if (cudnn.is_preferred_here() if prefers_cudnn is None else prefers_cudnn) and cudnn.computes(plan, bare):
             bare.set_attn_implementation(kernel := "sdpa")
@@ -166,10 +170,11 @@ def choose_attention(plan: Plan, config: Any, prefers_cudnn: bool | None = None)
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 
-def check_context(plan: Plan, bare: Any) -> None:
+def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
     """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
     parts = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
     reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else varlen.obstacle(plan, bare)
+    reason = reason or (None if has_flash else "this card has no FlashAttention")
     reason = reason or context.sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
     if reason:
         raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])

@@ -42,9 +42,13 @@ def bytes_in_host(plan: Plan, model: Any) -> int:
     if not how.offload:
         return 0
     itemsize = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
-    heads: int = config.num_attention_heads
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = heads * (size * itemsize + 4) if how.keep_attention else 0  # and a float32 for each query
+    attention = 0
+    if how.keep_attention:
+        heads: int = config.num_attention_heads
+        size: int = (
+            getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+        )
+        attention = heads * (size * itemsize + 4)  # and a float32 for each query
     tokens = plan.recipe.train.micro_batch_size * plan.tokens_of_row
     return len(decoder_layers(model)) * tokens * (config.hidden_size * itemsize + attention)
 

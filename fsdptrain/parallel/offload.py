@@ -25,7 +25,8 @@ class Offloaded:
 
     def __init__(self, tensor: torch.Tensor, layer: Layer, memory: torch.Tensor) -> None:
         self.layer, self.event, self.used = layer, None, False
-        self.in_host = memory.view(tensor.dtype).view(tensor.shape)
+        # With the strides of the tensor, which has no gaps, a copy is one piece, and layers get the layout they made.
+        self.in_host = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         self.hold(tensor)
 
     def hold(self, tensor: torch.Tensor) -> None:

@@ -130,7 +130,7 @@ class Kept:
     def fetch_input(self, kept: Any) -> Any:
         """Return the input of the layer, which is about to be recomputed."""
         fetched = self.fetch(kept)
-        if not self._attention:
+        if isinstance(kept, Offloaded) and not self._attention:
             self.fetch_before()
         return fetched
 
@@ -140,9 +140,14 @@ class Kept:
             self._offload.fetch_before(self._layer)
 
     def keep(self, result: Any) -> None:
-        """Keep the result of an operator: a tensor, or a tuple."""
+        """Keep the result of an operator: a tensor, or a tuple.
+
+        The largest part is sent last, because the computation waits for each copy when the next one is sent.
+        """
         parts = result if isinstance(result, tuple) else (result,)
-        self._results.append((isinstance(result, tuple), [self.send(part) for part in parts]))
+        ascending = sorted(range(len(parts)), key=lambda i: getattr(parts[i], "nbytes", 0))
+        sent = {i: self.send(parts[i]) for i in ascending}
+        self._results.append((isinstance(result, tuple), [sent[i] for i in range(len(parts))]))
 
     def take(self) -> Any:
         """Return the next result, which is then no longer kept."""
@@ -189,7 +194,7 @@ def _active(mode: Keeping) -> Iterator[None]:
 
 
 def keep_attention() -> None:
-    """Let layers keep the results of attention from now on, in this process, inside `KeptAttention.contexts`.
+    """Let layers keep the results of attention from now on, in this process, inside `Kept.contexts`.
 
     A compiler leaves these calls out of its graphs.
     """
@@ -213,7 +218,8 @@ def _with_modes(attention: Callable[..., Any]) -> Callable[..., Any]:
             )
         with _modes[-1] as mode:
             result = attention(*args, **kwargs)
-        if isinstance(mode, Returning) and result[0].requires_grad:
+        # Backward uses the result of forward, not that of the recomputation.
+        if not isinstance(mode, Returning) and result[0].requires_grad:
             result[0].register_hook(mode.kept.fetch_before)
         return result
 

@@ -32,6 +32,7 @@ AMPERE = {"flash": (0.64, 0.51), "efficient": (0.32, 0.26), "flex": (0.58, 0.43)
 HOPPER = {
     "cudnn": (0.58, 0.47), "flash": (0.32, 0.26), "efficient": (0.16, 0.13), "FA3": (0.57, 0.47), "flex": (0.40, 0.27),
 }  # fmt: skip
+TURING = {"efficient": (0.32, 0.26)}  # and Volta: FlashAttention begins with Ampere
 BLACKWELL = {
     "cudnn": (0.53, 0.44), "flash": (0.14, 0.11), "efficient": (0.07, 0.055), "FA4": (0.51, 0.46), "flex": (0.19, 0.17),
 }  # fmt: skip
@@ -102,6 +103,11 @@ class Hardware:
         return "cudnn" in self.attention_share
 
     @property
+    def has_flash(self) -> bool:
+        """Whether FlashAttention runs on this card: not before Ampere."""
+        return "flash" in self.attention_share
+
+    @property
     def faster_flash(self) -> str | None:
         """The key of a successor of FlashAttention 2 that torch's varlen operator could use here, but does not."""
         if self.flash != "flash" or self.name == CUSTOM_NAME:
@@ -113,6 +119,8 @@ class Hardware:
 
         A kernel without a rate of its own counts as FlashAttention 2.
         """
+        if not self.has_flash:
+            return self
         flash = self.attention_share.get(kernel, self.attention_share["flash"])
         others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
         return dataclasses.replace(self, attention_share={**others, "flash": flash})
@@ -127,6 +135,11 @@ def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
 def _without_float8(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     """Make a card of Ampere or before, which have no units for float8."""
     return _gpu(name, gib, *rates, float8=False, **other)
+
+
+def _before_ampere(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """Make a card of Volta or Turing, which have no units for bfloat16, and no FlashAttention."""
+    return _without_float8(name, gib, *rates, bf16=False, attention_share=TURING, **other)
 
 
 def _hopper(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
@@ -166,8 +179,8 @@ KNOWN = {
         _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
         _without_float8("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
         _without_float8("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
-        _without_float8("t4-16gb", 14.6, 65e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
-        _without_float8("v100-32gb", 31.7, 125e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
+        _before_ampere("t4-16gb", 14.6, 65e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9),
+        _before_ampere("v100-32gb", 31.7, 125e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9),
     )
 }  # fmt: skip
 

@@ -60,7 +60,8 @@ def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., 
             return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
         cudnn = half and size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0 and prefers_cudnn()
-        if attn_mask is None and half and not cudnn and size == v.shape[-1] <= FLASH_HEAD:
+        flash = half and not (_cards and not _cards[-1].has_flash) and size == v.shape[-1] <= FLASH_HEAD
+        if attn_mask is None and flash and not cudnn:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         if attn_mask is not None:
             cudnn = cudnn and q.shape[2] % 128 == 0

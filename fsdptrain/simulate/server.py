@@ -115,9 +115,11 @@ def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
     """Return the hardware of this machine: a rank's share of its memory, and the matrix rate of a rank's threads."""
     torch.set_num_threads(plan.threads)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rate = {dtype: matrix_rate(torch.device(HOST), dtype) for dtype in (torch.bfloat16, torch.float32)}
+    compute = plan.recipe.fsdp.mixed_precision.param_dtype
+    half = getattr(torch, compute if compute in HALF else "bfloat16")
+    rate = {dtype: matrix_rate(torch.device(HOST), dtype) for dtype in (half, torch.float32)}
     return dataclasses.replace(
-        hardware, memory=total // plan.topology.nproc_per_node, flops=rate[torch.bfloat16], flops32=rate[torch.float32]
+        hardware, memory=total // plan.topology.nproc_per_node, flops=rate[half], flops32=rate[torch.float32]
     )
 
 
@@ -221,13 +223,13 @@ class Models:
         """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
         if plan.recipe.model.attn_implementation not in ("auto", "sdpa"):
             return plan
-        recipe, cudnn = plan.recipe, hardware.prefers_cudnn
+        recipe, cudnn, flash = plan.recipe, hardware.prefers_cudnn, hardware.has_flash
         key = (
-            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, recipe.data.packing,
+            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.data.packing,
             recipe.train.deterministic,
         )  # fmt: skip
         if key not in self._kernels:
-            chosen, self._bare = choose_attention(plan, self.config, cudnn)
+            chosen, self._bare = choose_attention(plan, self.config, cudnn, flash)
             self._kernels[key] = chosen.recipe.model.attn_implementation
         return varied(plan, {"model.attn_implementation": self._kernels[key]})
 

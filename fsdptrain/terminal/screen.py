@@ -252,7 +252,7 @@ def _verdict(found: Record) -> str:
     if not found["largest"]:
         return "identical"
     meaning = "different, because the adapter was trained on quantised weights and merged into the original ones"
-    if found["rounded_to"]:
+    if found.get("rounded_to"):
         meaning = f"equal within the rounding of {found['rounded_to']}"
     far = f"{found['mean']:.1e} on average, {found['largest']:.1e} at most, of a spread of {found['spread']:.2g}"
     return f"{meaning} ({far})"

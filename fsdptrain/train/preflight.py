@@ -65,12 +65,16 @@ class PreparedModel:
 
 
 def slow_dtype_note(plan: Plan) -> str | None:
-    """Return a note on a plan that computes in bfloat16 on a CPU which has no instructions for it."""
-    bfloat16 = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    if plan.topology.device != "cpu" or not bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """Return a note on a plan that computes in 16 bits on a CPU which has no instructions for it."""
+    dtype = plan.recipe.fsdp.mixed_precision.param_dtype
+    supported = {
+        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if plan.topology.device != "cpu" or dtype not in supported or supported[dtype]():
         return None
     return (
-        "this CPU has no instructions for bfloat16: matrix products take up to 70 times as long as in float32; set "
+        f"this CPU has no instructions for {dtype}: matrix products take up to 70 times as long as in float32; set "
         "fsdp.mixed_precision.param_dtype=float32"
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import omegaconf  # noqa: F401  (imported by fsdptrain only for recipes with references)
 import pytest
 import yaml
 from conftest import FaultTable

@@ -161,8 +161,8 @@ def test_a_longer_run_resumes_and_shows_what_was_changed(finished: Any, tmp_path
     changed = {"train.steps": [6, 8], "optim.lr": [0.0003, 0.0001], "output_dir": [str(finished[0] / "run"), str(run)]}
     (resume,) = events(run, "resume")
     assert (resume["step"], resume["changed"]) == (STEPS, changed)
-    [note] = resume["notes"]
-    assert "the schedule has 8 steps now and had 6: the learning rate goes from" in note
+    [profiled, note] = sorted(resume["notes"])
+    assert "log.profile" in profiled and "the schedule has 8 steps now and had 6: the learning rate goes from" in note
     lines = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items()), f"  {note}"]
     assert all(line in done.stdout.splitlines() for line in lines)
     assert [event["step"] for event in events(run, "step")] == list(range(1, 9))

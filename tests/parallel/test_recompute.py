@@ -132,6 +132,22 @@ def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equa
     assert all(map(torch.equal, *grads)) and len(grads[0]) == 12
 
 
+@pytest.mark.parametrize("attention", [False, True])
+def test_the_backward_of_each_layer_fetches_what_the_layer_before_has_kept(
+    attention: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, order = [Block() for _ in range(3)], list[str]()
+    recompute([*layers], Recomputation("full", offload=True, keep_attention=attention), CPU)
+    for number, layer in enumerate(layers):
+        layer.first.weight.register_hook(lambda grad, number=number: order.append(f"backward {number}"))
+    monkeypatch.setattr(Offload, "fetch_before", lambda *_: order.append("fetch"))
+    out = torch.randn(2, 5, 8)
+    for layer in layers:
+        out = layer(out)
+    out.sum().backward()
+    assert order == ["fetch", "backward 2", "fetch", "backward 1", "fetch", "backward 0"]
+
+
 def test_nothing_but_the_copy_in_host_memory_is_held_until_backward() -> None:
     layers, inputs = [Block() for _ in range(3)], list[Any]()
     recompute([*layers], Recomputation("full", offload=True, keep_attention=True), CPU)

@@ -27,7 +27,7 @@ from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.train import trainer
-from fsdptrain.train.step import NonFiniteBatch
+from fsdptrain.train.nonfinite import NonFiniteBatch
 
 STEPS, BATCH = 4, 8
 LIMIT = 1e-6  # relative, in float32
