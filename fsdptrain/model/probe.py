@@ -12,12 +12,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fsdptrain.model import recurrence
 from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import decoder_layers
 
@@ -29,12 +31,17 @@ PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of it
 }  # fmt: skip
 
 
+class _Reached(Exception):
+    """A recurrence has got the bounds of documents."""
+
+
 class Probe:
     """A causal LM reduced to what decides which tokens see one another."""
 
     def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
         """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
+        self.recurrences = recurrence.accept_documents(model)
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
         kinds = {id(layer): layer_kind(layer) for _, layer in decoder_layers(model)}
         for module in model.modules():
@@ -43,17 +50,27 @@ class Probe:
                 del module[max((there.index(kind) for kind in there), default=0) + 1 :]
         fill_cheaply(model, compute)
 
-    def same(self, rows: list[list[int]], document: slice) -> bool:
+    def same(self, rows: list[list[int]], document: slice, packed: bool = False) -> bool:
         """Return whether a document in the first row gets the same logits as alone.
 
-        `rows` are the position ids of a micro-batch. Raises what the model raises, and ValueError if logits are not
-        finite.
+        `rows` are the position ids of a micro-batch; if they are `packed`, recurrences get the bounds of documents.
+        Raises what the model raises, and ValueError if logits are not finite.
         """
-        among = self.logits(rows)[document]
+        inputs: dict[str, Any] = {"packed_documents": bounds_of(rows)} if packed and self.recurrences else {}
+        among = self.logits(rows, **inputs)[document]
         alone = self.logits(rows, document)
         if not (alone.isfinite().all() and among.isfinite().all()):
             raise ValueError("its logits are not finite for random weights")
         return bool((among - alone).abs().max() <= TOLERANCE * alone.abs().max())
+
+    def bounds_reach_recurrences(self) -> bool:
+        """Return whether the model passes the bounds of documents on to any recurrence. Raises what it raises."""
+        with mock.patch.object(recurrence, "within_documents", side_effect=_Reached):
+            try:
+                self.logits([[0, 1, 2]], packed_documents=bounds_of([[0, 1, 2]]))
+            except _Reached:
+                return True
+        return False
 
     def logits(self, rows: list[list[int]], document: slice | None = None, **inputs: Any) -> torch.Tensor:
         """Return the first row's logits, float32 [tokens, vocabulary], called as the engine calls the model.
@@ -80,6 +97,12 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def bounds_of(rows: list[list[int]]) -> torch.Tensor:
+    """Return the bounds of documents, int32 [N+1], in the tokens of all rows from position ids that restart at 0."""
+    positions = [position for row in rows for position in row]
+    return torch.tensor([i for i, position in enumerate(positions) if not position] + [len(positions)]).int()
 
 
 def layer_kind(layer: nn.Module) -> str:

@@ -210,11 +210,11 @@ def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile the `forward` of every layer when it first runs; equal layers share one graph.
 
-    All micro-batches have one shape, except for the bounds of packed documents, which only attention reads: their
-    number and the longest of them are symbols in the graph, so that other documents do not compile again.
+    All micro-batches have one shape, except for the bounds of packed documents, which only attention and recurrences
+    read: their number and the longest of them are symbols in the graph, so that other documents do not compile again.
     """
     allow_graphs(GRAPHS)
-    leave_open(["documents", "longest_document"])
+    leave_open(["documents", "longest_document", "packed_documents"])
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from torch import nn
 
 from fsdptrain.config.optimizers import Weight
@@ -28,6 +29,7 @@ from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
+from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
@@ -84,6 +86,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
         slow_dtype_note(plan),
         unquantised_note(ready.trained, plan.recipe),
         mask_note(plan, ready.bare),
+        missing_kernels(plan, ready.bare),
         balance_note(plan, ready.config),
         *float8_notes(ready.trained, plan.recipe, plan.topology.device == "cuda", plan.compiles),
     )
@@ -276,8 +279,8 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     try:
         probe = Probe(model)
         causal = probe.same([[*short, *padding]], slice(0, 3))
-        apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6))
-        alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3))
+        apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6), packed)
+        alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3), packed)
     except Exception as error:  # an architecture's own code may raise anything
         raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None
     if not causal:
@@ -285,8 +288,10 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     if not apart:
         raise RecipeError(
             f"data.packing: {recipe.data.packing} would let the documents of a sequence attend to one another, because "
-            f"{name} ignores position ids: use data.packing=none"
+            f"{why_together(name, probe)}: use data.packing=none"
         )
+    if missing := missing_kernels(plan, bare) if torch.cuda.is_available() else None:
+        raise RecipeError(f"{missing}: install them, or use data.packing=none")
     if not alone:
         length, way_out = (
             (f"above {threshold}", f"={threshold}") if threshold else (f"at {seq_len}", " of fewer tokens")
@@ -295,6 +300,31 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
             f"data.seq_len: {length} tokens the rotary frequencies of {name} depend on the longest position in the "
             f"micro-batch: use data.seq_len{way_out}, or data.packing=none with train.micro_batch_size=1"
         )
+
+
+def why_together(name: str, probe: Probe) -> str:
+    """Return why a model lets the documents of a sequence see one another."""
+    kernels = probe.recurrences
+    if unbounded := {kernel.name: kernel.distribution for kernel in kernels if kernel.name in UNBOUNDED}:
+        return f"{name} calls {listed(unbounded)} of {listed({*unbounded.values()})}, which take no bounds of documents"
+    if kernels and not probe.bounds_reach_recurrences():
+        names = sorted({kernel.name for kernel in kernels})
+        return f"{name} in transformers {transformers.__version__} passes no bounds of documents on to {listed(names)}"
+    return f"{name} ignores position ids"
+
+
+def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
+    """Return which kernels packed documents need on a GPU that are not installed here, None if there are none.
+
+    In torch alone the host would wait for the bounds of the documents, and compute one document after another.
+    """
+    packing = plan.recipe.data.packing
+    if plan.topology.device != "cuda" or packing == "none":
+        return None
+    needed = sorted({kernel.distribution for kernel in accept_documents(bare) if not kernel.usable})
+    if not needed:
+        return None
+    return f"data.packing: {packing} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
 
 
 def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
-from fsdptrain.model import varlen
+from fsdptrain.model import recurrence, varlen
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.loss import Divisor
@@ -108,6 +108,7 @@ class Engine:
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
+        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
 
     def step(
         self, step: int, batches: Sequence[Batch], label_tokens: int, lr: float, stop: bool = False, data_s: float = 0.0
@@ -229,6 +230,8 @@ class Engine:
         inputs["use_cache"] = False
         if varlen.used_by(self.model):
             inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
+        if self._bounds_recurrences:
+            inputs["packed_documents"] = batch["documents"]
         if self.world.context is not None:
             inputs["context"] = self.world.context
         return inputs

@@ -48,6 +48,7 @@ PHI3 = {
     "original_max_position_embeddings": 32,
     "rope_parameters": LONGROPE,
 }
+GATED = ["linear_attention", "full_attention"]
 LFM2 = {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"], "pad_token_id": None}
 BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,15 +56,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 16},
     "gptj": {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 512},
     "bloom": BLOOM,
-    "bert": {"model_type": "bert", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "vocab_size": 512},
+    "bert": {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
     "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8},
-    "opt": {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "word_embed_proj_dim": 64, "vocab_size": 512, "max_position_embeddings": 256},
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 64,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+    },
     "mixtral": {"model_type": "mixtral", **TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
     "phi3": PHI3,
-}  # fmt: skip
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    kind: {
+        name: value for name, value in small_config(kind, **own).to_diff_dict().items()
+        if name not in ("time_step_limit", "router_aux_loss_coef")  # infinite, and refused
+    }
+    for kind, own in {
+        "mamba2": {}, "granitemoehybrid": {"layer_types": GATED, "num_hidden_layers": 2},
+        "kimi_linear": {"layer_types": GATED, "num_hidden_layers": 2},
+    }.items()
+}  # fmt: skip  # fmt: skip
 
 
 def plan_of(tmp: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> Plan:
@@ -116,7 +141,10 @@ REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
     ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
-    ("mamba", "bfd"): "would let the documents of a sequence attend to one another",
+    ("mamba", "bfd"): "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
+    ("mamba2", "bfd"): "passes no bounds of documents on to causal_conv1d_fn, mamba_chunk_scan_combined",
+    ("granitemoehybrid", "bfd"): "because GraniteMoeHybridForCausalLM ignores position ids",
+    ("kimi_linear", "bfd"): None,
     ("bert", "none"): "BertLMHeadModel is not causal",
     (
         "phi3",
@@ -130,7 +158,7 @@ REFUSED = {  # (model, packing) → part of the message; None: it is accepted
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_whether_documents_see_each_other_is_known_before_the_run(kind: tuple[str, str], tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, MODELS[kind[0]], f"data.packing={kind[1]}", train__loss="plain")
+    plan = plan_of(tmp_path, (MODELS | RECURRENT)[kind[0]], f"data.packing={kind[1]}", train__loss="plain")
     message = REFUSED[kind]
     if message is None:
         prepare_model(plan, 512)
