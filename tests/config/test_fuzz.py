@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import omegaconf  # noqa: F401  (imported by fsdptrain only for recipes with references)
 import pytest
 import yaml
 from conftest import FaultTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from support import ROOT
 
 from fsdptrain.config.names import REPLACEMENTS
@@ -31,6 +31,9 @@ from fsdptrain.config.reflection import all_paths, flat
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan
 from fsdptrain.plan.topology import find_topology
+
+# fsdptrain imports it only for recipes with references, and it imports the rest of itself for the first one.
+OmegaConf.to_container(OmegaConf.create({"a": 1, "b": "${a}"}), resolve=True)
 
 SECONDS = 2.0  # a longer time means that something grows without bound; a usual recipe takes 0.05
 MAX_MESSAGE = 20_000  # characters: a page, not a copy of the recipe
