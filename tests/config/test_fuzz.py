@@ -33,7 +33,7 @@ from fsdptrain.plan.plan import Plan, draft_plan, make_plan
 from fsdptrain.plan.topology import find_topology
 
 # fsdptrain imports it only for recipes with references, and it imports the rest of itself for the first one.
-OmegaConf.to_container(OmegaConf.create({"a": 1, "b": "${a}"}), resolve=True)
+OmegaConf.resolve(OmegaConf.create({"a": 1, "b": "${a}"}))
 
 SECONDS = 2.0  # a longer time means that something grows without bound; a usual recipe takes 0.05
 MAX_MESSAGE = 20_000  # characters: a page, not a copy of the recipe
