@@ -462,6 +462,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path: Path) -
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_not_renamed(run: RunDir, saves: Any) -> None:
+    write_mark(run.root)
     (newest(run) / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT_VERSION + 1, "whatever": "it has"}))
     done = fsdptrain("run", saves[0] / "recipe.yaml", f"output_dir={run.root}")
     assert done.returncode == 6 and "written by another version of fsdptrain" in done.stderr
