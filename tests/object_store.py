@@ -47,6 +47,7 @@ class ObjectStore:
 
     url: str = ""
     fault: Fault | None = None
+    received: bool = False  # whether a request has arrived whole before it is looked at
     requests: list[str] = field(default_factory=list)  # METHOD /path
 
     @property
@@ -58,14 +59,14 @@ class ObjectStore:
         }  # fmt: skip
 
     @contextmanager
-    def failing(self, fault: Fault) -> Iterator[None]:
-        """Answer with a fault inside."""
+    def failing(self, fault: Fault, received: bool = False) -> Iterator[None]:
+        """Answer with a fault inside; `received`: only when a request has arrived whole, also if its sender freezes."""
         self.requests.clear()
-        self.fault = fault
+        self.fault, self.received = fault, received
         try:
             yield
         finally:
-            self.fault = None
+            self.fault, self.received = None, False
 
     def times(self, count: int, answer: Answer, words: str = "") -> Any:
         """Answer the first `count` requests that contain `words` with an error."""
@@ -109,11 +110,12 @@ def serve() -> Iterator[ObjectStore]:
 
     def application(environ: dict[str, Any], start: Any) -> Any:
         store.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
-        if length := int(environ.get("CONTENT_LENGTH") or 0):  # read first: a fault may freeze who sends it
+        if store.received and (length := int(environ.get("CONTENT_LENGTH") or 0)):
             environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
         answer = store.fault(*store.requests[-1].split(" ", 1)) if store.fault else None
         if answer is None:
             return moto(environ, start)
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(answer[0], [("Content-Type", "application/xml")])
         if environ["REQUEST_METHOD"] == "HEAD":
             return []

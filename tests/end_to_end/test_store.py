@@ -177,7 +177,7 @@ def test_a_machine_that_was_frozen_while_another_took_over_uploads_nothing_and_s
 
     command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
     env = environment(FSDPTRAIN_CACHE=str(here))
-    with server.failing(freeze_after_the_first_save):
+    with server.failing(freeze_after_the_first_save, received=True):
         process = Command(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert frozen.wait(300)
     try:
