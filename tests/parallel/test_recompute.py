@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from fsdptrain.config.schema import Fsdp, Recomputation
 from fsdptrain.errors import RecipeError
@@ -43,6 +44,17 @@ MORE = {
     "by inner class": ["fsdp.wrap=[Qwen3MLP, Qwen3Attention]"],
     "not packed": ["data.packing=none"],
 }
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """Undo what `keep_attention` registers in this process, which would break the graphs of compiled layers elsewhere."""
+    registered: Any = AttentionInterface()
+    before = {name: registered[name] for name in module.KERNELS}
+    yield
+    for name, attention_function in before.items():
+        AttentionInterface.register(name, attention_function)
+    module._keeping.clear()
 
 
 @pytest.fixture(scope="module")
