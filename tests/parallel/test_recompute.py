@@ -48,7 +48,7 @@ MORE = {
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    """Undo what `keep_attention` registers in this process, which would break the graphs of compiled layers elsewhere."""
+    """Undo what `keep_attention` registers in this process: the graphs of compiled layers would break."""
     registered: Any = AttentionInterface()
     before = {name: registered[name] for name in module.KERNELS}
     yield
