@@ -10,6 +10,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fsdptrain import __version__
 from fsdptrain.config.schema import NODE_RANGE, Recipe
 
 
@@ -191,6 +192,7 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe, for completion and checks in editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:fsdptrain:recipe:{__version__}",
         "title": "fsdptrain recipe",
         **_section_schema(Recipe),
     }
