@@ -23,7 +23,7 @@ class Browser:
         ours, theirs = os.pipe(), os.pipe()  # commands, answers: the browser has them as 3 and 4
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         words = [CHROMIUM, *options, "--disable-dev-shm-usage", f"--user-data-dir={self._profile.name}", "about:blank"]
-        redirected = f"exec 3<&{ours[0]} 4>&{theirs[1]}; exec \"$@\""
+        redirected = f'exec 3<&{ours[0]} 4>&{theirs[1]}; exec "$@"'
         self._process = subprocess.Popen(
             ["bash", "-c", redirected, "bash", *words], pass_fds=(ours[0], theirs[1]), stderr=subprocess.DEVNULL
         )

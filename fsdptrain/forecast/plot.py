@@ -89,7 +89,8 @@ def fixed_style(salt: str = "fsdptrain", **settings: Any) -> Iterator[None]:
 
     with matplotlib.rc_context():  # restores the settings that are changed here
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": salt, **settings})
+        parameters: Any = matplotlib.rcParams  # its type lists every name
+        parameters.update({"svg.hashsalt": salt, **settings})
         yield
 
 

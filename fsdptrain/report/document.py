@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -13,20 +14,22 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.folder.files import shipped, write_atomically
-from fsdptrain.folder.records import Record, waits_for_slow_ranks
+from fsdptrain.folder.records import EVENTS, NUMBER, Record
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import counted, duration, rate, size
+from fsdptrain.text import NO_BREAK_SPACE, counted, duration, rate, size
 
 MAX_ROWS = 60  # of a time line, half of them the newest
+MAX_SAMPLES = 10  # evaluations, the newest, whose samples are shown
 SUBTITLE = ("model", "size", "ranks")  # of the facts, those below the name of a single run
-GENERATOR = f'<meta name="generator" content="fsdptrain'  # by which a report is known that may be replaced
+GENERATOR = '<meta name="generator" content="fsdptrain'  # by which a report is known that may be replaced
 
 
 def check_report(out: Path) -> None:
@@ -81,11 +84,11 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         (chart, [(kind, Markup(svg)) for kind, svg in drawings(chart, number)])
         for number, chart in enumerate([*charts_of(runs), progress_chart(runs)])
     ]
-    return template.render(
+    rendered = template.render(
         runs=runs,
         notes=notes,
         figures=figures,
-        subtitle=" · ".join(" ".join(cells[0]).strip() for name, cells in _rows(runs, facts) if name in SUBTITLE),
+        subtitle=" · ".join(cells[0][0] for name, cells in _rows(runs, facts) if name in SUBTITLE),
         results=_rows(runs, results),
         facts=_rows(runs, facts),
         timelines=[timeline(run) for run in runs],
@@ -95,6 +98,7 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+    return SECRET.sub("(hidden: it looks like a secret)", rendered)  # no recipe has one, but an error may repeat one
 
 
 Cell = tuple[str, str]  # a value and a remark
@@ -114,31 +118,41 @@ def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         return
     first, last, trained_s = steps[0], steps[-1], run.totals["total_s"]
     yield "Training loss", f"{last['loss']:.4f}", f"from {first['loss']:.4f}"
-    if held_out := run.of_kind("eval"):
+    if held_out := [record for record in run.of_kind("eval") if math.isfinite(record["loss"])]:
         best = min(held_out, key=lambda record: record["loss"])
         yield "Best held-out loss", f"{best['loss']:.4f}", f"at step {best['step']:,}"
     yield "Steps", f"{last['step']:,}", f"of {run.start['total_steps']:,}"
-    yield "Label tokens", short(run.totals["total_tokens"]), f"in {duration(trained_s)} of training"
-    yield "Throughput", rate(run.totals["total_positions"] / max(trained_s, 1e-9)), f"{last['mfu']:.1%} MFU at the end"
+    cost = "of training"
+    if run.start["device"] != "cpu":
+        cost = f"· {short(trained_s * run.start['world_size'] / 3600)} GPU-hours"
+    yield "Label tokens", short(run.totals["total_tokens"]), f"in {duration(trained_s)} {cost}"
+    yield "Throughput", rate(run.totals["total_positions"] / max(trained_s, 1e-9)), f"{last['mfu']:.1%} MFU"
     peak = max(record["peak_memory_bytes"] for record in steps)
     yield "Peak memory", size(peak), f"of {size(run.start['device_memory_bytes'])}"
-    if run.start["device"] != "cpu":
-        yield "GPU-hours", f"{trained_s * run.start['world_size'] / 3600:,.2f}", "while training"
 
 
 def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     """Yield what a run is and was made with: name, value and remark."""
-    start, plan = run.start, run.plan
+    start, plan, recipe = run.start, run.plan, run.recipe
     if plan:
-        model = plan.recipe.model
-        yield "model", str(model.id or f"{model.config.get('model_type', 'model')}, from scratch"), ""
-    yield "size", f"{short(start['parameters'])} parameters", f"{start['trainable']:,} trained" if "trainable" in start else ""
-    if plan:
-        yield "data", str(plan.recipe.data.path), ""
+        yield (
+            "model",
+            str(recipe["model.id"] or f"{plan.recipe.model.config.get('model_type', 'model')}, from scratch"),
+            "",
+        )
+    yield (
+        "size",
+        f"{short(start['parameters'])} parameters",
+        f"{start['trainable']:,} trained" if "trainable" in start else "",
+    )
+    if path := recipe.get("data.path"):
+        yield "data", value_text(path), ""
+    if isinstance(shares := start.get("data", {}).get("shares"), dict):
+        yield "shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if NUMBER.fits(share)), ""
     yield "sequences", f"{start['blocks']:,} of {start['seq_len']:,} tokens", f"{1 - start['fill']:.1%} padding"
     hosts = {*start.get("hosts", [start["host"]])}
     where = counted(len(hosts), "host") if len(hosts) > 1 else f"host {start['host']}"
-    yield "ranks", f"{start['world_size']} × {start['device']}", where
+    yield "ranks", f"{start['world_size']}{NO_BREAK_SPACE}×{NO_BREAK_SPACE}{start['device']}", where
     yield "sharding", start.get("strategy", "?"), f"attention: {start['attention']}"
     versions = {"fsdptrain": plan.version} if plan else {}
     versions |= {name: start[name] for name in ("torch", "transformers") if name in start}
@@ -170,7 +184,7 @@ def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
         kind = record["event"]
         if kind in said:
             yield record, said[kind].format(**record)
-        elif kind in ("start", "resume", "skip", "straggler", "set_aside", "export"):
+        elif kind in EVENTS and kind not in ("step", "eval", "save", "generated", "progress"):
             screen.console.file = io.StringIO()
             screen.show(record)
             if text := screen.console.file.getvalue().strip():
@@ -181,11 +195,10 @@ def samples(run: RunHistory) -> list[tuple[int, list[tuple[str, str]]]]:
     """Return step → (prompt, text) of what the model wrote at each evaluation, the newest first."""
     found = []
     for record in reversed(run.kept):
-        texts = record.get("texts", record.get("samples"))
-        if isinstance(texts, list) and texts:
-            prompts = record.get("prompts", [])
-            found.append((record["step"], [(str(prompts[i]) if i < len(prompts) else "", str(text)) for i, text in enumerate(texts)]))
-    return found
+        texts, prompts = record.get("texts"), record.get("prompts")
+        if isinstance(texts, list) and isinstance(prompts, list) and len(texts) == len(prompts) and texts:
+            found.append((record.get("step", 0), [*zip(map(str, prompts), map(str, texts), strict=True)]))
+    return found[:MAX_SAMPLES]
 
 
 def value_text(value: Any) -> str:

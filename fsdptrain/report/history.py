@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdptrain.config.reader import SECRET
 from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
 from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import Record, Tail, read_object, without_undone
+from fsdptrain.folder.records import NUMBER, Record, Tail, read_object, without_undone
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.measured import comparison_line
 from fsdptrain.launch.status import UNKNOWN, observe
@@ -50,12 +49,14 @@ class RunHistory:
         """Return the events of a kind that no resume undid."""
         return [record for record in self.kept if record["event"] == kind]
 
-    def series(self, kind: str) -> dict[str, Points]:
-        """Return name → (step, value) of every number in the events of a kind; one in an object is `object.name`."""
-        found: dict[str, Points] = {}
-        for record in self.of_kind(kind):
-            for name, value in _numbers(record):
-                found.setdefault(name, []).append((record["step"], value))
+    @cached_property
+    def series(self) -> dict[str, dict[str, Points]]:
+        """Kind of event → name → (step, value) of every number in it; one in an object is `object.name`."""
+        found: dict[str, dict[str, Points]] = {"step": {}, "eval": {}}
+        for record in self.kept:
+            if record["event"] in found:
+                for name, value in _numbers(record):
+                    found[record["event"]].setdefault(name, []).append((record["step"], value))
         return found
 
     def attempts(self) -> Iterator[list[Record]]:
@@ -81,9 +82,8 @@ class RunHistory:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Key → value of the recipe with all overrides; what looks like a secret is not repeated."""
-        values = flat(self.plan.recipe) if self.plan else {}
-        return {key: "(hidden: it looks like a secret)" if SECRET.search(str(v)) else v for key, v in values.items()}
+        """Key → value of the recipe with all overrides; empty if it is of another version."""
+        return flat(self.plan.recipe) if self.plan else {}
 
     @cached_property
     def forecast(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def changed_keys(runs: Sequence[RunHistory]) -> list[str]:
 def _numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a record, those of objects in it too, as `object.name`."""
     for name, value in record.items():
-        if type(value) in (int, float):
+        if NUMBER.fits(value):
             yield prefix + name, float(value)
         elif isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}.")
