@@ -582,13 +582,13 @@ def status(
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_DIR …", help="run folders, folders of runs, or URLs; several are compared"),
+        typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or a URL; several are compared"),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
         "report.html"
     ),
 ) -> None:
-    """Write runs as one HTML page: curves, time line, recipe. It needs no network. Needs fsdptrain[plot]."""
+    """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
     from fsdptrain.report.document import check_report, write_report
 
     out = _expanded_path(out)
@@ -598,7 +598,7 @@ def report(
         with _write_errors_as_recipe_errors(out):
             notes = write_report(opened, out)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
     print(out)
 
 

@@ -1,4 +1,7 @@
-"""Headless Chromium, where it is installed, over the pipe of its DevTools protocol."""
+"""Headless Chromium, where it is installed, over the pipe of its DevTools protocol.
+
+python tests/browser.py report.html docs/report.png light    # made docs/report.png; dark: docs/report-two.png
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Self
@@ -88,3 +92,9 @@ class Browser:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         data = self._call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))
+
+
+if __name__ == "__main__":
+    with Browser() as browser:
+        browser.show(Path(sys.argv[1]), 1100, sys.argv[3])
+        browser.screenshot(Path(sys.argv[2]), 1250)

@@ -91,10 +91,10 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         subtitle=" · ".join(cells[0][0] for name, cells in _rows(runs, facts) if name in SUBTITLE),
         results=_rows(runs, results),
         facts=_rows(runs, facts),
-        timelines=[timeline(run) for run in runs],
+        timelines=[event_rows(run) for run in runs],
         faults=FAULTS,
         samples=[(run.label, samples(run)) for run in runs],
-        recipe=[(key, [(value_text(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
+        recipe=[(key, [(as_yaml(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
@@ -146,7 +146,7 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         f"{start['trainable']:,} trained" if "trainable" in start else "",
     )
     if path := recipe.get("data.path"):
-        yield "data", value_text(path), ""
+        yield "data", as_yaml(path), ""
     if isinstance(shares := start.get("data", {}).get("shares"), dict):
         yield "shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if NUMBER.fits(share)), ""
     yield "sequences", f"{start['blocks']:,} of {start['seq_len']:,} tokens", f"{1 - start['fill']:.1%} padding"
@@ -161,7 +161,7 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     yield "folder", run.rundir.place, ""
 
 
-def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
+def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
     """Return rows of date, kind and sentence: starts, faults, and what followed."""
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record["at"])), record["event"], text)
@@ -201,7 +201,7 @@ def samples(run: RunHistory) -> list[tuple[int, list[tuple[str, str]]]]:
     return found[:MAX_SAMPLES]
 
 
-def value_text(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Return a value of a recipe as YAML has it, in one line."""
     dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
     return dumped.removesuffix("\n...\n").strip()

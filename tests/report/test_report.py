@@ -22,7 +22,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.charts import charts_of, progress_chart, short
-from fsdptrain.report.document import check_report, facts, page, results, samples, timeline, write_report
+from fsdptrain.report.document import check_report, event_rows, facts, page, results, samples, write_report
 from fsdptrain.report.history import changed_keys, read_run, set_labels
 from fsdptrain.text import GIB
 
@@ -245,7 +245,7 @@ def test_several_runs_are_over_one_another_with_the_difference_of_their_recipes(
 
 def test_the_time_line_has_faults_and_what_followed(mixed: RunDir, tmp_path: Path) -> None:
     kinds = ["start", "error", "restart", "start", "resume", "skip"]
-    rows = timeline(read_run(mixed))
+    rows = event_rows(read_run(mixed))
     assert [kind for _, kind, _ in rows] == kinds and rows[0][0] == "2027-01-15 08:00:00"
     assert rows[1][2] == "WorkerLost: rank 3 on n1 was killed (SIGKILL)"
     assert rows[4][2] == "resumed after step 200\n  log.every: 1 → 2"
@@ -255,7 +255,7 @@ def test_the_time_line_has_faults_and_what_followed(mixed: RunDir, tmp_path: Pat
     for _ in range(40):
         run.start(9)
     run.event("stop", step=4, signal="SIGINT")
-    rows = timeline(read_run(run.rundir))
+    rows = event_rows(read_run(run.rundir))
     assert [kind for _, kind, _ in rows[:4]] == ["start", "lost", "start", "lost"] and len(rows) == 61
     assert rows[30] == ("", "", "22 more events") and rows[-1][1:] == ("stop", "stopped by SIGINT after step 4")
 
