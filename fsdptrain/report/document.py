@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -203,5 +205,6 @@ def samples(run: RunHistory) -> list[tuple[int, list[tuple[str, str]]]]:
 
 def as_yaml(value: Any) -> str:
     """Return a value of a recipe as YAML has it, in one line."""
-    dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    plain = json.loads(json.dumps(value, default=dataclasses.asdict))
+    dumped: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
     return dumped.removesuffix("\n...\n").strip()

@@ -22,7 +22,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.charts import charts_of, progress_chart, short
-from fsdptrain.report.document import check_report, event_rows, facts, page, results, samples, write_report
+from fsdptrain.report.document import as_yaml, check_report, event_rows, facts, page, results, samples, write_report
 from fsdptrain.report.history import changed_keys, read_run, set_labels
 from fsdptrain.text import GIB
 
@@ -270,6 +270,13 @@ def test_shares_of_the_sources_are_a_fact(tmp_path: Path) -> None:
     run = Written(tmp_path)
     run.start(9, data={"rows": 3, "shares": {"web": 0.75, "code": 0.25, "odd": "x"}})
     assert ("shares", "web 75.0%, code 25.0%", "") in [*facts(read_run(run.rundir))]
+
+
+def test_values_of_a_recipe_are_yaml_in_one_line() -> None:
+    value = {"path": Topology("cpu", 1, 2), "none": None, "names": ["a: b", "12"], "long": "x " * 100}
+    assert "\n" not in as_yaml(value) and "{device: cpu, nnodes: 1, nproc_per_node: 2, " in as_yaml(value)
+    assert "none: null, names: ['a: b', '12'], long: 'x x" in as_yaml(value)
+    assert [as_yaml(value) for value in (True, 2e-5, "FULL_SHARD", None)] == ["true", "2.0e-05", "FULL_SHARD", "null"]
 
 
 def test_runs_that_cannot_be_shown_are_one_sentence(tmp_path: Path) -> None:
