@@ -265,7 +265,7 @@ def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
         for mark in chart.marks:
             axes.axvline(mark, color=FAULT, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
         axes.annotate(
-            chart.over, (0, 0), xycoords="axes fraction", xytext=(-7, -5), textcoords="offset points", ha="right",
+            chart.over, (0, 0), xycoords="axes fraction", xytext=(-7, -7), textcoords="offset points", ha="right",
             va="top", color=QUIET,
         )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=ROUND, integer=chart.over == "step"))
@@ -312,6 +312,7 @@ def _set_range(axes: Axes, chart: Chart) -> None:
     axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, pad=5)
+    axes.tick_params(axis="x", pad=7)
 
 
 def _locator(chart: Chart) -> Any:
