@@ -25,8 +25,15 @@ class Browser:
         assert CHROMIUM is not None
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         ours, theirs = os.pipe(), os.pipe()  # commands, answers: the browser has them as 3 and 4
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run", "--hide-scrollbars"]
-        words = [CHROMIUM, *options, "--disable-dev-shm-usage", f"--user-data-dir={self._profile.name}", "about:blank"]
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"]
+        words = [
+            CHROMIUM,
+            *options,
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={self._profile.name}",
+            "about:blank",
+        ]
         redirected = f'exec 3<&{ours[0]} 4>&{theirs[1]}; exec "$@"'
         self._process = subprocess.Popen(
             ["bash", "-c", redirected, "bash", *words], pass_fds=(ours[0], theirs[1]), stderr=subprocess.DEVNULL
