@@ -578,6 +578,30 @@ def status(
             page.say("\n".join(status_lines(observe(rundir).status())))
 
 
+@app.command(epilog="Example: fsdptrain report runs/shakespeare")
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or a URL; several are compared"),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
+    from fsdptrain.report.document import check_report, write_report
+
+    out = _expanded_path(out)
+    check_report(out)
+    with contextlib.ExitStack() as stack, _screen_beside_result() as screen, screen.busy("report"):
+        opened = [stack.enter_context(_opened_run(run)) for run in dict.fromkeys(runs)]
+        with _write_errors_as_recipe_errors(out):
+            notes = write_report(opened, out)
+    for note in notes:
+        print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
+    print(out)
+
+
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
 def verify(
     run_dir: RunDirArgument,
