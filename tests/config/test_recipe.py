@@ -76,6 +76,7 @@ data:
   train_on: completion
   separator: ""
   max_rows: null
+  sources: []
   eval: null
 
 fsdp:
