@@ -102,9 +102,9 @@ schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
-eval:     {every: null}
-checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
-export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
+eval:     {every: null, patience: null}
+checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
+export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
 log:      {every: 1, tensorboard: true, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
