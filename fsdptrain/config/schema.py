@@ -411,7 +411,7 @@ class Eval:
     )
     patience: int | None = key(
         None,
-        "end the run after this many evaluations without a lower held-out loss; that of the first weights does not count",
+        "end the run after this many evaluations without a lower held-out loss; the first weights do not count",
         needs="eval.every",
         at_least=1,
     )

@@ -227,9 +227,8 @@ class Observer:
             return False
         exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
         if exported and self._store:
-            return self._store.exported_step() == self._last["export"].get(
-                "step", made
-            )  # else it is being uploaded, or the store has refused it
+            # Else it is being uploaded, or the store has refused it.
+            return self._store.exported_step() == self._last["export"].get("step", made)
         return exported or (not self.plan.recipe.export.at_end and made == self._last.get("save", {}).get("step"))
 
     def _stage(self) -> dict[str, Any] | None:

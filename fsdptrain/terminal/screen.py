@@ -204,6 +204,7 @@ class Screen:
     def _on_export(self, record: Record) -> None:
         kinds = {"separate": "the adapter, ", "merged": "merged, ", "both": "merged, and the adapter, "}
         what = kinds.get(record.get("adapter", ""), "")
+        what += f"step {step}, " if (step := record.get("step", self.state.steps_made)) != self.state.steps_made else ""
         self.say(f"export: {record['path']} ({what}{size(record['bytes'])}, {record['dtype']})")
         if "compared" in record:
             self.say(f"  {_comparison_text(record['compared'])}")
