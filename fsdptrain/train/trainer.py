@@ -354,7 +354,8 @@ class Trainer:
         if result is not None:
             loss, tokens = result
             self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
-            self.checkpointer.losses |= {done: loss} if done else {}  # the same on all ranks
+            if done:
+                self.checkpointer.losses[done] = loss  # the same on all ranks
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return result is None

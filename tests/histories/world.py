@@ -87,7 +87,7 @@ def recipe(root: Path) -> dict[str, Any]:
         "optim": {"lr": 1e-2},
         "train": {"steps": STEPS, "global_batch_size": 2, "micro_batch_size": 2},
         "eval": {"every": 2},
-        "checkpoint": {"every": EVERY, "keep": KEEP},
+        "checkpoint": {"every": EVERY, "keep": KEEP, "keep_best": 1},
         "export": {"dtype": "float32", "compare": False},
         "log": {"tensorboard": False, "forecast": False},
         "launch": {"nproc_per_node": 1, "timeout_s": 200},
