@@ -29,12 +29,12 @@ def test_the_best_are_kept_and_exported_however_often_the_run_is_resumed(tmp_pat
         # Steps 16, 17: more patience continues the run; nothing is kept of step 16, although it is the best.
         ([patient, "checkpoint.keep_best=null", "export.which=last", "train.steps=17"], [2.2, 4], 0),
         # Steps 18, 20, 22: the best of those that have a checkpoint are kept.
-        ([patient, "checkpoint.keep_best=2", "train.steps=22"], [3, 2.4, 9], 0),
+        ([patient, "checkpoint.keep_best=2", "train.steps=22"], [5, 2.4, 9], 0),
     ]
     found = on_ranks(2, "with_losses", tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
     early = [[14, 8]]
     assert found[0] == found[1] == [
-        [[4, 5], None, []], [[8, 14], 8, early], [[17], 17, early], [[18, 20, 22], 20, early],
+        [[4, 5], None, []], [[8, 14], 8, early], [[17], 17, early], [[17, 20, 22], 20, early],
     ]  # fmt: skip
     rundir = RunDir(tmp_path / "run")
     assert survey(rundir)["best"] == 20
