@@ -256,7 +256,7 @@ def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> st
         "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
         "eval.patience) to continue this one"
         + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
-        + ("; for other weights, use `fsdptrain export RUN_DIR --best`, or --step N" if "export.which" in changed else "")
+        + ("; for others, use `fsdptrain export RUN_DIR --best` or --step N" if "export.which" in changed else "")
     )
 
 
