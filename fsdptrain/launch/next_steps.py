@@ -12,6 +12,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
+from fsdptrain.trackers.follower import Progress
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
@@ -34,8 +35,9 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
-    if recipe.log.tensorboard:
-        yield _line("curves", ["tensorboard", "--logdir", _shown(rundir.tensorboard)])
+    for name in recipe.log.chosen_trackers:
+        if shown_by := Progress.read(rundir, name).shown_by:
+            yield f"{'curves':<8}{shown_by}"
     if rundir.profiles.is_dir():
         yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
     if rundir.export.is_dir():
