@@ -36,8 +36,9 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
     for name in recipe.log.chosen_trackers:
-        if shown_by := Progress.read(rundir, name).shown_by:
-            yield f"{'curves':<8}{shown_by}"
+        if words := Progress.read(rundir, name).shown_by:
+            *command, last = words
+            yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
         yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
     if rundir.export.is_dir():

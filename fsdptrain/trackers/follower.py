@@ -38,7 +38,7 @@ class Progress:
     """How far a tracker is, as the run folder keeps it."""
 
     id: str = ""
-    shown_by: str = ""  # the URL or the command that shows the run
+    shown_by: list[str] = field(default_factory=list)  # the URL or the words of the command that shows the run
     offset: int = 0  # bytes of metrics.jsonl that it got
     newest: dict[str, int] = field(default_factory=dict)  # kind of event → the newest step that it got
     state: str = ""  # that the run was marked with; empty: it is not
@@ -122,7 +122,7 @@ class Follower:
 
 
 def _numbers(fields: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of an event by their names, also those in objects; lists, with one for each rank, are left out."""
+    """Yield the numbers of an event by their names, also those in objects, without lists, which are of each rank."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{above}/{name}")

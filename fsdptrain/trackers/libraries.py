@@ -35,8 +35,8 @@ class Tracker:
 
     continues = True  # `start` has what an earlier process logged about the run; else all is handed over again
 
-    def start(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run or continue it. Return its id, and the URL or the command that shows it."""
+    def start(self, run: TrackedRun) -> tuple[str, list[str]]:
+        """Begin a run or continue it. Return its id, and the URL, or the words of a command, that shows it."""
         raise NotImplementedError
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
@@ -59,7 +59,7 @@ class Tracker:
 class TensorBoard(Tracker):
     """TensorBoard's event files in the run folder."""
 
-    def start(self, run: TrackedRun) -> tuple[str, str]:
+    def start(self, run: TrackedRun) -> tuple[str, list[str]]:
         """Begin a file; one of a version without ids is dropped by TensorBoard, since all is written again."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -68,7 +68,7 @@ class TensorBoard(Tracker):
         if run.is_new:
             self.rewind(-1)
         self.configure(run.config)
-        return run.id, f"tensorboard --logdir {folder}"
+        return run.id, ["tensorboard", "--logdir", str(folder)]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Write one event with all values."""
@@ -120,7 +120,7 @@ def _text_value(tag: str, text: str) -> Any:
 class WeightsAndBiases(Tracker):
     """Weights & Biases, online or, with WANDB_MODE=offline, as files in the run folder."""
 
-    def start(self, run: TrackedRun) -> tuple[str, str]:
+    def start(self, run: TrackedRun) -> tuple[str, list[str]]:
         """Begin or continue the run of this id."""
         import wandb
 
@@ -135,7 +135,7 @@ class WeightsAndBiases(Tracker):
         self.continues = not self._run.offline
         self.configure(run.config)
         files = Path(self._run.dir).parent
-        return run.id, f"wandb sync {files}" if self._run.offline else self._run.url or ""
+        return run.id, ["wandb", "sync", str(files)] if self._run.offline else [*filter(None, [self._run.url])]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Log a row of the history; texts are its panels of HTML."""
@@ -165,7 +165,7 @@ class MLflow(Tracker):
 
     STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
 
-    def start(self, run: TrackedRun) -> tuple[str, str]:
+    def start(self, run: TrackedRun) -> tuple[str, list[str]]:
         """Create a run, or set the one of this id running again."""
         import mlflow
 
@@ -176,7 +176,7 @@ class MLflow(Tracker):
         uri = re.sub(r"//[^/@]*@", "//", mlflow.get_tracking_uri())
         info = self._run.info
         page = f"{uri}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
-        return info.run_id, page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+        return info.run_id, [page] if uri.startswith("http") else ["mlflow", "ui", "--backend-store-uri", uri]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Log all values in one request; texts are artifacts."""
@@ -220,13 +220,13 @@ def _flat(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 class Trackio(Tracker):
     """Trackio: a local database, or the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
 
-    def start(self, run: TrackedRun) -> tuple[str, str]:
+    def start(self, run: TrackedRun) -> tuple[str, list[str]]:
         """Begin or continue the run, whose name has the id, since Trackio looks for runs by name."""
         import trackio
 
         self._step, project = 0, run.project or PROJECT
         trackio.init(project, name=f"{run.name}-{run.id}", config=run.config, resume="allow", embed=False)
-        return run.id, f"trackio show --project {project}"
+        return run.id, ["trackio", "show", "--project", project]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Log a row of numbers, and a panel for each text."""

@@ -303,7 +303,7 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
             "adapter.alpha": 16, "adapter.target": "all-linear", "data.path": "identity", "data.max_rows": 1000,
             "data.eval": {"fraction": 0.1}, "data.packing": "none", "fsdp.strategy": "FULL_SHARD", "optim.lr": 1e-4,
             "schedule.name": "cosine", "schedule.warmup": 0.1, "train.epochs": 3, "train.global_batch_size": 64,
-            "eval.every": 500, "checkpoint.every": 500, "log.every": 10, "log.tensorboard": False,
+            "eval.every": 500, "checkpoint.every": 500, "log.every": 10, "log.trackers": [],
             "launch.timeout_s": 300,
         },
     ),

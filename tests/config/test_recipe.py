@@ -105,7 +105,8 @@ train:
 eval:     {every: null}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
-log:      {every: 1, tensorboard: true, forecast: true, profile: null}
+log:
+  {every: 1, trackers: [tensorboard], tensorboard: null, project: null, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -263,7 +264,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
             "fsdp.mixed_precision.param_dtyp",
             "did you mean `fsdp.mixed_precision.param_dtype`",
         ),
-        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard, forecast"),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, trackers, tensorboard"),
         ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
         ("5: 1\n", 3, "5", "unknown key"),
         ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),
