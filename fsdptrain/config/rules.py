@@ -64,14 +64,15 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
 
 def _tracker_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield the problems with `log.trackers`: a library that is not installed, or a key that has no effect."""
-    log, names = recipe.log, recipe.log.chosen_trackers
-    for name in names:
+    log = recipe.log
+    beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
+    for name in beside:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # or a folder that a tracker has written here
             yield Problem(f"{name} is not installed: pip install 'fsdptrain[{name}]'", "log.trackers")
     if log.tensorboard is not None and "log.trackers" in where:
         yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
-    if log.project is not None and not {"wandb", "mlflow", "trackio"}.intersection(names):
+    if log.project is not None and not beside:
         yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
 
 

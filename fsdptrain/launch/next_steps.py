@@ -12,7 +12,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
-from fsdptrain.trackers.follower import Progress
+from fsdptrain.trackers.follower import TrackerState
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
@@ -36,8 +36,8 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
     for name in recipe.log.chosen_trackers:
-        if words := Progress.read(rundir, name).shown_by:
-            *command, last = words
+        if shown_by := TrackerState.read(rundir, name).shown_by:
+            *command, last = shown_by
             yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
         yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"

@@ -34,7 +34,7 @@ LEFT_FREE = (0.01, 2**30)  # of the run's disk, a share and bytes, of which the 
 
 
 @dataclass
-class Progress:
+class TrackerState:
     """How far a tracker is, as the run folder keeps it."""
 
     id: str = ""
@@ -44,7 +44,7 @@ class Progress:
     state: str = ""  # that the run was marked with; empty: it is not
 
     @classmethod
-    def read(cls, rundir: RunDir, name: str) -> Progress:
+    def read(cls, rundir: RunDir, name: str) -> TrackerState:
         """Return how far a tracker of a run is; of a new one, or if the file cannot be read, not at all."""
         with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable, TypeError):
             return cls(**read_object(rundir.trackers / f"{name}.json"))
@@ -61,20 +61,20 @@ class Follower:
     def __init__(self, root: str, tracker: str, name: str, project: str | None) -> None:
         """`name` and `project` are what the tracker shows."""
         self._rundir, self._tracker = RunDir(Path(root)), tracker
-        self._progress = Progress.read(self._rundir, tracker)
+        self._state = TrackerState.read(self._rundir, tracker)
         plan = read_object(self._rundir.plan)
         config = {"recipe": plan.pop("recipe"), "plan": plan}
-        is_new, given = not self._progress.id, self._progress.id or uuid.uuid4().hex[:8]
+        is_new, given = not self._state.id, self._state.id or uuid.uuid4().hex[:8]
         self._library = TRACKERS[tracker]()
         self._rundir.trackers.mkdir(exist_ok=True)
         run = TrackedRun(given, is_new, name, project, self._rundir.root, config)
-        self._progress.id, self._progress.shown_by = self._library.start(run)
-        self._progress.state = ""
+        self._state.id, self._state.shown_by = self._library.start(run)
+        self._state.state = ""
         if not self._library.continues:
-            self._progress.offset, self._progress.newest = 0, {}
+            self._state.offset, self._state.newest = 0, {}
         self._tail = Tail(self._rundir.metrics, from_end=False)
         with contextlib.suppress(FileNotFoundError):  # an object store may have an older copy of the file
-            self._tail.offset = min(self._progress.offset, self._rundir.metrics.stat().st_size)
+            self._tail.offset = min(self._state.offset, self._rundir.metrics.stat().st_size)
         self._keep()
 
     def follow(self, inbox: queue.Queue[Record]) -> None:
@@ -89,17 +89,17 @@ class Follower:
                 self._hand_over(record)
                 if time.monotonic() - self._kept_at > KEEP_S:
                     self._keep()
-            if self._tail.offset != self._progress.offset:
+            if self._tail.offset != self._state.offset:
                 self._keep()
         with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable):
             self._library.configure({"forecast": read_object(self._rundir.forecast)})
         self._library.finish(end["state"], end["message"])
-        self._progress.state = end["state"]
+        self._state.state = end["state"]
         self._keep()
 
     def _hand_over(self, record: Record) -> None:
         """Pass an event on. A step that is made again is passed on if it replaces the old one or may differ from it."""
-        kind, newest = record["event"], self._progress.newest
+        kind, newest = record["event"], self._state.newest
         if kind == "resume":
             last = last_kept(record["step"])
             if self._library.rewind(last) or record.get("changed"):
@@ -112,8 +112,8 @@ class Follower:
             newest[kind] = record["step"]
 
     def _keep(self) -> None:
-        self._progress.offset, self._kept_at = self._tail.offset, time.monotonic()
-        self._progress.write(self._rundir, self._tracker)
+        self._state.offset, self._kept_at = self._tail.offset, time.monotonic()
+        self._state.write(self._rundir, self._tracker)
 
     def _leave_space(self) -> None:
         disk, (share, most) = shutil.disk_usage(self._rundir.root), LEFT_FREE

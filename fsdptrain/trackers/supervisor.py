@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fsdptrain.errors import Stopped
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import Child, Interrupted, StopRequest
-from fsdptrain.trackers.follower import Progress, without_secrets
+from fsdptrain.trackers.follower import TrackerState, without_secrets
 
 NICENESS = 10  # the workers have priority, and at 19 a busy machine would delay the end
 FLUSH_S = 30.0  # that the trackers together may take when the run has ended
@@ -119,7 +119,7 @@ class Trackers:
 
     def catch_up(self) -> None:
         """Let the trackers get what they lack of a run that is finished; not of one of a version without them."""
-        behind = [name for name in self._settings if Progress.read(self._rundir, name).state != "finished"]
+        behind = [name for name in self._settings if TrackerState.read(self._rundir, name).state != "finished"]
         if behind and self._rundir.trackers.is_dir():
             self._settings = {name: self._settings[name] for name in behind}
             self.poll()

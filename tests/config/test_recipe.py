@@ -709,6 +709,9 @@ def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: py
             ("adapter.kind", f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{kind}]'")
             for library in libraries
         ]
+    assert [p.message for p in refused(tmp_path, BASE, "log.trackers=[mlflow, tensorboard]")] == [
+        "mlflow is not installed: pip install 'fsdptrain[mlflow]'"
+    ]
 
 
 def test_every_suggested_value_is_one_that_is_taken() -> None:
@@ -1287,7 +1290,7 @@ def test_a_malformed_override_of_an_open_mapping_is_refused(tmp_path: Path, word
             id="a reference to a value further down is refused",
         ),
         pytest.param(
-            BASE + "fsdp: {cpu_offload: '${log.tensorboard}'}\n",
+            BASE + "fsdp: {cpu_offload: '${log.forecast}'}\n",
             "fsdp.cpu_offload",
             True,
             id="a reference to a boolean is refused",

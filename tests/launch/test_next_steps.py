@@ -19,7 +19,7 @@ from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.trackers.follower import Progress
+from fsdptrain.trackers.follower import TrackerState
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -86,7 +86,7 @@ def test_the_commands_can_be_pasted_at_any_width(tmp_path: Path, monkeypatch: py
     for folder in (plan.rundir.export, plan.rundir.trackers):
         folder.mkdir(parents=True)
     shown_by = ["tensorboard", "--logdir", str(plan.rundir.tensorboard)]
-    Progress(shown_by=shown_by).write(plan.rundir, "tensorboard")
+    TrackerState(shown_by=shown_by).write(plan.rundir, "tensorboard")
     words = ["run", "recipe.yaml", "train.steps=4", "optim.lr=1e-5", "--fresh"]
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     Screen(console).paste(next_steps(plan, words))
