@@ -23,7 +23,19 @@ from typing import Any, NoReturn
 
 from fsdptrain.errors import StorageError, Unreadable, first_line
 from fsdptrain.folder.files import NOTHING_THERE, write_atomically
-from fsdptrain.folder.records import EVENTS, Record, Tail, last_kept, read_object, without_undone
+from fsdptrain.folder.records import (
+    COUNT,
+    EVENTS,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    Record,
+    Tail,
+    field_fault,
+    last_kept,
+    read_object,
+    without_undone,
+)
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.trackers.libraries import TRACKERS, TrackedRun
@@ -46,8 +58,15 @@ class TrackerState:
     @classmethod
     def read(cls, rundir: RunDir, name: str) -> TrackerState:
         """Return how far a tracker of a run is; of a new one, or if the file cannot be read, not at all."""
-        with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable, TypeError):
-            return cls(**read_object(rundir.trackers / f"{name}.json"))
+        kinds = {"id": TEXT, "shown_by": TEXTS, "offset": COUNT, "newest": OBJECT, "state": TEXT}
+        with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable):
+            found = read_object(rundir.trackers / f"{name}.json")
+            if (
+                found.keys() == kinds.keys()
+                and not field_fault(found, kinds)
+                and "".join(found["shown_by"]).isprintable()
+            ):
+                return cls(**found)
         return cls()
 
     def write(self, rundir: RunDir, name: str) -> None:

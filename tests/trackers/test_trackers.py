@@ -199,6 +199,18 @@ def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, f
     assert (row["eval/losses/code/py"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"id": 1}', '{"id": "a", "offset": -1}', None])
+def test_a_state_of_any_origin_is_read_or_left_out(text: str | None, tmp_path: Path) -> None:
+    rundir = run_folder(tmp_path)
+    rundir.trackers.mkdir()
+    state = TrackerState("a", ["\x1b[2J"], 5, {}, "finished")
+    (rundir.trackers / "wandb.json").write_text(json.dumps(vars(state)) if text is None else text)
+    assert TrackerState.read(rundir, "wandb") == TrackerState()
+    state.shown_by = ["wandb", "sync"]
+    state.write(rundir, "wandb")
+    assert TrackerState.read(rundir, "wandb") == state
+
+
 def plan_of(rundir: RunDir, *names: str) -> Any:
     """Return what `Trackers` reads of a plan."""
     log = SimpleNamespace(chosen_trackers=list(names), project=None)
@@ -291,4 +303,4 @@ def test_recipes_with_trackers_that_cannot_work_are_refused(tmp_path: Path, fake
     assert "is short for log.trackers" in problems("log: {trackers: [wandb], tensorboard: false}", tmp_path)
     assert problems("log: {tensorboard: true}", tmp_path, "log.trackers=[wandb]") == ""
     assert "has no effect without wandb" in problems("log: {project: p}", tmp_path)
-    assert "set the variables of the tracker's own library" in problems("log: {wandb_entity: me}", tmp_path)
+    assert "an environment variable of the library" in problems("log: {wandb_entity: me}", tmp_path)
