@@ -240,7 +240,7 @@ def run(
         trackers = stack.enter_context(tracked(plan, screen.say))
         with _errors_recorded(rundir):
             try:
-                launch(plan, screen, earlier, trackers)
+                launch(plan, screen, earlier, trackers.poll)
                 upload_export(plan, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:

@@ -51,7 +51,6 @@ from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
-from fsdptrain.trackers.supervisor import Trackers
 
 POLL_S = 0.1  # between two checks of the agent
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
@@ -68,14 +67,16 @@ LATE_S = 60.0  # that a node waits for the others before it reports it
 MEET_S = 600.0  # with a range of nodes: without news of the others, a node then gives up, as torchrun does
 
 
-def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts, trackers: Trackers) -> None:
+def launch(
+    plan: Plan, screen: Screen, earlier: EarlierAttempts, poll: Callable[[bool], None] = lambda is_first: None
+) -> None:
     """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
     Start them again once, with blocking launches, if a kernel failed on a GPU of a single node: only then does Python
     know where.
 
-    `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
-    WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
+    `earlier` is shown in the heading, and `poll` is that of Attempt. Raises the error of the first rank that failed,
+    Stopped after a stop signal, or WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
     time for full host memory.
     """
     rundir = plan.rundir
@@ -86,7 +87,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts, trackers: Track
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
-            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings, poll=trackers.poll)
+            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings, poll=poll)
             # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
             if restarts and plan.topology.nnodes == 1:
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
