@@ -76,8 +76,8 @@ def launch(
     know where.
 
     `earlier` is shown in the heading, and `poll` is that of Attempt. Raises the error of the first rank that failed,
-    Stopped after a stop signal, or WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
-    time for full host memory.
+    Stopped after a stop signal, or WorkerError: when a worker died, after two restarts without a new checkpoint, or
+    when a worker was killed a second time for full host memory.
     """
     rundir = plan.rundir
     restarts = fruitless = memory_kills = 0
