@@ -81,13 +81,20 @@ class Trackers:
         """
         if not is_first:
             return self.close()
-        for name, settings in self._settings.items():
+        for name in [*self._settings]:
             process = self._running.get(name)
             if process is None or (process.is_noted and time.monotonic() > self._retry_at[name]):
-                self._running[name] = TrackerProcess(settings)
+                self._start(name)
             elif process.failure and not process.is_noted:
                 self._note(name, process)
         return None
+
+    def _start(self, name: str) -> None:
+        try:
+            self._running[name] = TrackerProcess(self._settings[name])
+        except OSError as error:  # no process more, no descriptor, no memory
+            del self._settings[name]
+            self._say(f"{name}: {error}; the run goes on without it, and the next start of the run sends all")
 
     def _note(self, name: str, process: TrackerProcess) -> None:
         process.is_noted = True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import sqlite3
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support import python_path, sample
@@ -277,6 +279,48 @@ def test_what_failed_is_tried_again_and_gets_all(
         Trackers(plan_of(rundir, "wandb"), said.append).catch_up()
         assert len(said) == 2 and losses(fakes) == [(1, 21.0), (2, 22.0)]
         assert TrackerState.read(rundir, "wandb").state == "finished"
+
+
+def test_a_tracker_whose_process_cannot_be_started_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "TrackerProcess", Mock(side_effect=OSError(11, "no more processes")))
+    said = list[str]()
+    with tracked(plan_of(run_folder(tmp_path), "wandb", "mlflow"), said.append) as trackers:
+        for _ in range(3):
+            trackers.poll()
+    assert [line.partition(":")[0] for line in said] == ["wandb", "mlflow"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_the_libraries_themselves_get_all_where_they_are_installed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(name)
+    monkeypatch.setattr(supervisor, "FLUSH_S", 120.0)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    rundir, said = run_folder(tmp_path), list[str]()
+    for resumed, last in ((0, 3), (2, 4)):
+        attempt(rundir, resumed, last)
+        with tracked(plan_of(rundir, name), said.append) as trackers:
+            trackers.poll()
+    state = TrackerState.read(rundir, name)
+    assert said == [] and state.state == "finished"
+    if name == "mlflow":
+        import mlflow
+
+        client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+        found = [(one.step, one.value) for one in client.get_metric_history(state.id, "step/loss")]
+        assert client.get_run(state.id).data.params["recipe.optim.lr"] == "0.001"
+    elif name == "trackio":
+        database = sqlite3.connect(next((tmp_path / "trackio").rglob("*.db")))
+        rows = [(step, json.loads(text)) for step, text in database.execute("select step, metrics from metrics")]
+        found = [(step, row["step/loss"]) for step, row in rows if "step/loss" in row]
+    else:
+        (newest,) = Path(state.shown_by[2]).glob("*.wandb")
+        assert newest.read_bytes().count(b"step/loss") >= 4  # all steps again, without the one that was undone
+        return
+    assert found == [(1, 31.0), (2, 32.0), (3, 33.0), (4, 44.0)]
 
 
 def test_secrets_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
