@@ -15,6 +15,7 @@ from fsdptrain.trackers.follower import TrackerState, without_secrets
 NICENESS = 10  # the workers have priority, and at 19 a busy machine would delay the end
 FLUSH_S = 30.0  # that the trackers together may take when the run has ended
 STOPPED_FLUSH_S = 5.0  # the same after a stop signal
+SAID_S = 3.0  # before the user is told what is waited for
 RETRY_S = 60.0  # before a tracker that failed is started again; doubled each time
 POLL_S = 0.05
 KILL_S = 2.0  # for a killed process to be gone: one that waits for a dead file system is not
@@ -105,12 +106,16 @@ class Trackers:
 
     def finish(self, state: str, message: str = "") -> None:
         """Let the trackers mark the end of the run. Kill those that take too long, or all at a stop signal."""
-        limit = STOPPED_FLUSH_S if state == "stopped" else FLUSH_S
-        end = time.monotonic() + limit
+        limit, started, said = STOPPED_FLUSH_S if state == "stopped" else FLUSH_S, time.monotonic(), False
         for process in self._running.values():
             process.finish(state, message)
         with StopRequest() as stop:
-            while time.monotonic() < end and not stop.count and not all(p.has_ended for p in self._running.values()):
+            while (waited := time.monotonic() - started) < limit and not stop.count:
+                if not (late := [name for name, process in self._running.items() if not process.has_ended]):
+                    break
+                if waited > SAID_S and not said:
+                    self._say(f"waiting for {' and '.join(late)} to get the rest, at most {limit:g} s (Ctrl-C: not)")
+                    said = True
                 time.sleep(POLL_S)
         for name, process in self._running.items():
             if not process.has_ended or process.failure:

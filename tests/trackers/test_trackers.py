@@ -6,7 +6,9 @@ import contextlib
 import json
 import queue
 import sqlite3
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,19 +73,21 @@ def alert(title, text): call("alert", title=title)
 
 
 @pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Put fake libraries on the paths of this process and its children; return the folder of what they were called."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     for name in ("wandb", "trackio"):
         (folder / f"{name}.py").write_text(FAKE)
-        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+        sys.modules.pop(name, None)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", python_path(folder))
     monkeypatch.setenv("FAKES", str(folder))
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
-    return folder
+    yield folder
+    for name in ("wandb", "trackio"):
+        sys.modules.pop(name, None)
 
 
 def calls(fakes: Path, name: str, what: str) -> list[dict[str, Any]]:
@@ -290,12 +294,14 @@ def test_a_tracker_whose_process_cannot_be_started_is_left_out(tmp_path: Path, m
     assert [line.partition(":")[0] for line in said] == ["wandb", "mlflow"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_the_libraries_themselves_get_all_where_they_are_installed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(name)
     monkeypatch.setattr(supervisor, "FLUSH_S", 120.0)
+    monkeypatch.setattr(supervisor, "SAID_S", 120.0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
