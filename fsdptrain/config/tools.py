@@ -237,6 +237,8 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "report_to": {
         **{name: {"log.trackers": [name]} for name in get_args(TrackerName)}, "none": {"log.trackers": []},
     },
+    "wandb": {True: {"log.trackers": ["wandb"]}}, "use_wandb": {True: {"log.trackers": ["wandb"]}},
+    "use_mlflow": {True: {"log.trackers": ["mlflow"]}},
     "save_safetensors": {True: {}},
     "stage3_gather_16bit_weights_on_model_save": _yes("export.at_end"),
     "fsdp": {
