@@ -208,6 +208,7 @@ def run(
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
         from fsdptrain.terminal.screen import Screen
+        from fsdptrain.trackers.supervisor import tracked
 
         started, launched = time.monotonic(), find_launcher(os.environ)
         rundir, topology = plan.rundir, plan.topology
@@ -236,9 +237,10 @@ def run(
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
+        trackers = stack.enter_context(tracked(plan, screen.say))
         with _errors_recorded(rundir):
             try:
-                launch(plan, screen, earlier)
+                launch(plan, screen, earlier, trackers.poll)
                 upload_export(plan, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
@@ -247,6 +249,7 @@ def run(
                 raise OutOfMemory("\n".join([str(error), *lines])) from None
         if comparison:
             comparison.report(screen)
+        trackers.finish("finished")
         screen.summary(time.monotonic() - started)
         screen.paste(next_steps(plan, sys.argv[1:]))
 
@@ -806,6 +809,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.launch.next_steps import next_steps
     from fsdptrain.terminal.screen import Screen
+    from fsdptrain.trackers.supervisor import Trackers
 
     rundir = plan.rundir
     with Screen() as screen:
@@ -813,6 +817,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
             screen.say(f"note: {fault}")
         screen.say(f"the run in {rundir.place} is finished ({earlier.step} steps): nothing was trained")
         upload_export(plan, screen)
+        Trackers(plan, screen.say).catch_up()
     screen.paste(next_steps(plan, sys.argv[1:]))
 
 

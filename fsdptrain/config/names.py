@@ -20,7 +20,7 @@ _NF4 = "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisa
 _QUANTISED = "not supported: adapter.kind: qlora quantises frozen weights to 4 bits while it reads plain ones"
 _ADAPTERS = "not supported: the keys of the section adapter describe an adapter"
 _CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
-_REPORTS = "not supported: metrics.jsonl records every event, and log.tensorboard writes TensorBoard files"
+_REPORTS = "not supported: metrics.jsonl records every event; see log.trackers"
 
 _CODE = (
     "not a recipe key, because a recipe cannot enable code: use --trust-remote-code, and set model.revision to a full "
@@ -294,9 +294,12 @@ FOREIGN_NAMES = {
     "name": "run_name experiment_name",
     "log.every": "logging_steps log_every_n_steps steps_per_print logging_strategy logging_first_step",
     "log.tensorboard": "use_tensorboard",
-    "derived (TensorBoard files are written to the run folder): delete the line": "logging_dir",
+    "log.trackers": "report_to wandb use_wandb use_mlflow",
+    "log.project": "wandb_project mlflow_experiment_name trackio_project",
+    "not a recipe key: an environment variable of the library": "wandb_* mlflow_* trackio_*",
+    "derived from output_dir: delete the line": "logging_dir",
     _REPORTS: (
-        "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
+        "comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
         "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
         "wall_clock_breakdown comms_logger flops_profiler"
     ),

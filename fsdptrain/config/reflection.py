@@ -187,6 +187,8 @@ def type_words(path: str) -> str:
 def _annotation_words(annotation: Any) -> str:
     if words := enumerated(annotation):
         return "one of: " + ", ".join(words)
+    if get_origin(annotation) is list and (words := enumerated(get_args(annotation)[0])):
+        return f"a list of {', '.join(words)}"
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):

@@ -20,7 +20,10 @@ from fsdptrain.config.values import item_messages, value_text
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
-ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+ALTERNATIVES = {
+    "train.steps": "train.epochs", "train.epochs": "train.steps",
+    "log.trackers": "log.tensorboard", "log.tensorboard": "log.trackers",
+}  # fmt: skip
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
@@ -57,8 +60,23 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     if recipe.train.steps is None and recipe.train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
     yield from _launch_problems(recipe)
+    yield from _tracker_problems(recipe, where)
     if recipe.log.profile and (problem := profile_problem(recipe, recipe.train.steps)):
         yield problem
+
+
+def _tracker_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems with `log.trackers`: a library that is not installed, or a key that has no effect."""
+    log = recipe.log
+    beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
+    for name in beside:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # or a folder that a tracker has written here
+            yield Problem(f"{name} is not installed: pip install 'fsdptrain[{name}]'", "log.trackers")
+    if log.tensorboard is not None and "log.trackers" in where:
+        yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
+    if log.project is not None and not beside:
+        yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
 
 
 PROFILE = "log.profile"

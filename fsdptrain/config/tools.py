@@ -8,8 +8,9 @@ up as `parent.name` first. Paths that start with `_` are parts of a value, which
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from fsdptrain.config.schema import TrackerName
 from fsdptrain.config.strategy import FSDP1_NUMBERS, ZERO_STAGES, Strategy
 
 NOTE = "note"  # instead of a recipe key: a sentence about a value whose meaning changes
@@ -233,7 +234,11 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "optimizer.fused": {True: {}, False: {}},
     "resume_from_checkpoint": {},
     "auto_resume_from_checkpoints": {True: {}},
-    "report_to": {"tensorboard": {"log.tensorboard": True}, "none": {"log.tensorboard": False}},
+    "report_to": {
+        **{name: {"log.trackers": [name]} for name in get_args(TrackerName)}, "none": {"log.trackers": []},
+    },
+    "wandb": {True: {"log.trackers": ["wandb"]}}, "use_wandb": {True: {"log.trackers": ["wandb"]}},
+    "use_mlflow": {True: {"log.trackers": ["mlflow"]}},
     "save_safetensors": {True: {}},
     "stage3_gather_16bit_weights_on_model_save": _yes("export.at_end"),
     "fsdp": {

@@ -298,6 +298,7 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "unfrozen_parameters": _plain_patterns,
     "roles_to_train": lambda value: {"data.train_on": "completion"} if value == ["assistant"] else None,
     "ddp_timeout": lambda value: {"launch.timeout_s": value} if isinstance(value, int) and value <= 86_400 else None,
+    "wandb_project": lambda value: {"log.trackers": ["wandb"], "log.project": value} if value else {},
     "num_machines": lambda value: {} if value == 1 else {"launch.nnodes": value},
     "max_grad_norm": _clipping,
     "clip_grad_norm": _clipping,

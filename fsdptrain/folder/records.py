@@ -77,7 +77,7 @@ class EventKind:
     fields: dict[str, FieldType]
     optional: dict[str, FieldType] = field(default_factory=dict)
     undone: bool = False  # if the run resumes from before its step
-    on_board: bool = False  # its numbers go to TensorBoard
+    on_board: bool = False  # trackers get it
     trains: bool = False  # written by workers that have met
 
 

@@ -40,11 +40,11 @@ EXPORT, EXPORT_RECORD = "export", "export.json"
 # The small files: of the first names below, all that is neither a lock nor being written.
 SMALL = (
     "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "pinned.json", "commits.json", "forecast.json", "tensorboard",
-    "profiles", "logs", "model",
+    "trackers", "profiles", "logs", "model",
 )  # fmt: skip
 
-# Of these, what rank 0 appends to.
-HISTORY = ("metrics.jsonl", "tensorboard")
+# Of these, what is appended to on the node of rank 0.
+HISTORY = ("metrics.jsonl", "tensorboard", "trackers")
 
 NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
 

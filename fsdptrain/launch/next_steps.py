@@ -13,6 +13,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
+from fsdptrain.trackers.follower import TrackerState
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
@@ -35,8 +36,10 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
-    if recipe.log.tensorboard:
-        yield _line("curves", ["tensorboard", "--logdir", _shown(rundir.tensorboard)])
+    for name in recipe.log.chosen_trackers:
+        if shown_by := TrackerState.read(rundir, name).shown_by:
+            *command, last = shown_by
+            yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
         yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
     if rundir.export.is_dir():

@@ -106,7 +106,8 @@ train:
 eval:     {every: null, patience: null}
 checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
-log:      {every: 1, tensorboard: true, forecast: true, profile: null}
+log:
+  {every: 1, trackers: [tensorboard], tensorboard: null, project: null, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -264,7 +265,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
             "fsdp.mixed_precision.param_dtyp",
             "did you mean `fsdp.mixed_precision.param_dtype`",
         ),
-        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard, forecast"),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, trackers, tensorboard"),
         ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
         ("5: 1\n", 3, "5", "unknown key"),
         ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),
@@ -711,6 +712,9 @@ def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: py
             ("adapter.kind", f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{kind}]'")
             for library in libraries
         ]
+    assert [p.message for p in refused(tmp_path, BASE, "log.trackers=[mlflow, tensorboard]")] == [
+        "mlflow is not installed: pip install 'fsdptrain[mlflow]'"
+    ]
 
 
 def test_every_suggested_value_is_one_that_is_taken() -> None:
@@ -1289,7 +1293,7 @@ def test_a_malformed_override_of_an_open_mapping_is_refused(tmp_path: Path, word
             id="a reference to a value further down is refused",
         ),
         pytest.param(
-            BASE + "fsdp: {cpu_offload: '${log.tensorboard}'}\n",
+            BASE + "fsdp: {cpu_offload: '${log.forecast}'}\n",
             "fsdp.cpu_offload",
             True,
             id="a reference to a boolean is refused",

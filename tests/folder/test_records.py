@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sample, write_recipe
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from fsdptrain.attempts.claim import claim_run_dir
@@ -142,37 +141,6 @@ def test_the_best_is_the_first_with_the_lowest_finite_loss() -> None:
     assert evaluations_since_best(losses) == 2 and evaluations_since_best({2: nan, 4: nan}) == 2
     ends = [ends_early(losses, step, patience) for step, patience in ((12, 2), (12, 3), (13, 2), (12, None))]
     assert ends == [True, False, False, False], "only after an evaluation, and only if the recipe asks for it"
-
-
-def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for at, last in ((0, 9), (4, 7), (0, 3)):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.resume(at, {})
-            for step in range(at + 1, last + 1):
-                for kind in ("step", "eval"):
-                    reporter.event(kind, **sample(kind, step=step, loss=float(10 * last + step)))
-        expected = [(s, 90.0 + s) for s in range(1, at + 1)] + [(s, 10.0 * last + s) for s in range(at + 1, last + 1)]
-        board = EventAccumulator(str(rundir.tensorboard))
-        board.Reload()
-        for kind in ("step", "eval"):
-            assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
-            found = [(r["step"], r["loss"]) for r in read_history(str(rundir.metrics)) if r["event"] == kind]
-            assert found == expected
-
-
-def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is_undone(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for attempt in (1, 2):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.event("start", **sample("start"))
-            reporter.resume(0, {})
-            for step in (0, 25):  # eval.every: 25, log.every: 100
-                reporter.event("eval", **sample("eval", step=step, loss=float(attempt)))
-    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0, 2.0]
-    board = EventAccumulator(str(rundir.tensorboard))
-    board.Reload()
-    assert [s.value for s in board.Scalars("eval/loss")] == [2.0, 2.0]
 
 
 def test_numbers_that_json_lacks_are_read_as_they_were_written(tmp_path: Path) -> None:
