@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 
 from fsdptrain.config.schema import Data
+from fsdptrain.data.joined import Joined
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Flags = Joined | np.ndarray[Any, Any]
 WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a sequence
 TRIED = 4  # pieces that it tries to complete with another
 
 
 def cut_and_pack(
-    starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int | None
+    starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int | None
 ) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
@@ -65,14 +67,13 @@ def cut(ends: Ints, data: Data) -> Ints:
     return np.stack([starts, np.diff(bounds), ends[np.searchsorted(ends, starts, side="right")]], axis=1)
 
 
-def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
+def piece_labels(pieces: Ints, trained: Flags) -> Ints:
     """Count the label tokens of each piece: the trained tokens that its positions predict, all in the same row."""
-    flags = np.asarray(trained)  # a plain array: slicing a memory map takes ten times as long
     in_file = np.argsort(pieces[:, 0])  # read in order: they may be larger than memory
     start, length, end = pieces[in_file].T
     wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
     labels = np.empty(len(pieces), np.int64)
-    labels[in_file] = [np.count_nonzero(flags[a:b]) for a, b in wanted]
+    labels[in_file] = [np.count_nonzero(trained[a:b]) for a, b in wanted]
     return labels
 
 
