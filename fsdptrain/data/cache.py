@@ -111,7 +111,7 @@ MORE_SPACE = "free some, or set FSDPTRAIN_CACHE to a folder on another disk"
 
 
 def cache_dir(kind: str) -> Path:
-    """Return the cache's folder for one kind (data, digests, objects, packed, tokenizers or tokens), created if it is missing.
+    """Return the cache's folder for one kind (data, tokens, packed, digests, …), created if it is missing.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.

@@ -110,8 +110,9 @@ def _rows(part: Path, lengths: Array) -> Iterator[tuple[bytes, bytes]]:
     """Yield the rows of a part: tokens as bytes, and flags."""
     if not len(lengths):
         return
-    tokens, flags = (np.memmap(part / f"{name}.bin", dtype, "r") for name, dtype in (("tokens", TOKENS), ("trained", FLAGS)))
-    tokens, flags, stop = np.asarray(tokens), np.asarray(flags), 0
+    tokens = np.asarray(np.memmap(part / "tokens.bin", TOKENS, "r"))
+    flags = np.asarray(np.memmap(part / "trained.bin", FLAGS, "r"))
+    stop = 0
     for length in lengths.tolist():
         start, stop = stop, stop + length
         yield tokens[start:stop].tobytes(), flags[start:stop].tobytes()

@@ -24,9 +24,7 @@ WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a
 TRIED = 4  # pieces that it tries to complete with another
 
 
-def cut_and_pack(
-    starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int | None
-) -> tuple[Ints, Ints, Ints]:
+def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int | None) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
     Rows that share sequences are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs

@@ -7,20 +7,20 @@ neither does another `seq_len` or `packing`. The tokens are the same with any nu
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import pickle
 import signal
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import date
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from fsdptrain.data.cache import cached_folder, intact_folder, little_part
 from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
-from fsdptrain.data.sources import contents, fingerprint, open_sources, opened_files, readable_files, stamp
+from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
@@ -86,10 +86,13 @@ def parts_of(path: DataPath) -> list[Part]:
 
 
 def _bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
-    return list(pairwise([BEGIN, *map(tuple, cuts), None]))  # type: ignore[arg-type]
+    edges: list[Cut] = [BEGIN, *((place, rows) for place, rows in cuts)]
+    return list(zip(edges, [*edges[1:], None], strict=True))
 
 
-def _groups(files: list[DataFile], sizes: dict[DataFile, int], found: dict[DataFile, Any]) -> Iterator[list[DataFile]]:
+def _groups(
+    files: list[DataFile], sizes: dict[DataFile, int], found: dict[DataFile, Content]
+) -> Iterator[list[DataFile]]:
     """Yield each large file by itself, and small ones in groups; an added file changes one group at most."""
     group: list[DataFile] = []
     for file in files:
@@ -120,10 +123,11 @@ class PartEncoder:
     `little`: a folder with fewer bytes is compared with its checksums whenever it is used.
     """
 
-    def __init__(self, tokenizer: Any, data: Data, day: date | None, little: int, report: Callable[[int], None]) -> None:
-        self.settings = (tokenizer, data, day, little)
-        self.tokenizer, self.data, self.day, self.little, self.report = *self.settings, report
-        self.key = token_key(tokenizer, data, day)
+    def __init__(self, settings: tuple[Any, Data, date | None, int], report: Callable[[int], None]) -> None:
+        """Take tokenizer, data, the day that a chat template sees, and `little` as `settings`."""
+        self.settings, self.report = settings, report
+        self.tokenizer, self.data, self.day, self.little = settings
+        self.key = token_key(self.tokenizer, self.data, self.day)
 
     def found(self, part: Part) -> Path | None:
         """Return the folder of a part that is in the cache."""
@@ -168,43 +172,42 @@ def notes_of(folder: Path) -> dict[str, int]:
 
 def encode_parts(
     parts: list[Part], tokenizer: Any, data: Data, day: date | None, limit: int | None, progress: Progress
-) -> Iterator[tuple[int, Path | None]]:
+) -> Generator[tuple[int, Path | None], None, None]:
     """Yield the number of rows of each part, and its folder: None behind the first `limit` rows.
 
     Raises DataError as `read_all_rows` and `Encoder` do, and WorkerLost if a process is killed.
     """
-    done = SimpleNamespace(value=0)  # rows
+    done, totals = SimpleNamespace(value=0), [0, 0]  # rows: encoded by now; in the cache, and wanted
 
     def report(rows: int) -> None:
         done.value += rows
         show()
 
-    encoder = PartEncoder(tokenizer, data, day, little_part(len(parts)), report)
+    def show() -> None:
+        progress("tokenise", totals[0] + done.value, totals[1])
+
+    encoder = PartEncoder((tokenizer, data, day, little_part(len(parts))), report)
     found = [encoder.found(part) for part in parts]
     missing = [part for part, folder in zip(parts, found, strict=True) if folder is None]
     cores = min(len(os.sched_getaffinity(0)), len(missing)) if sum(part.size for part in missing) >= POOLED else 1
     with _processes(encoder, cores, done) as (run, done):
-        counted, number = run("count", [(part,) for part in missing], lambda: progress("count rows", 0, 0)), 0
+        counted = run("count", [(part,) for part in missing], lambda: progress("count rows", 0, 0))
         counts = [notes_of(folder)["rows"] if folder else next(counted) for folder in found]
-        limits, left = list[int](), math.inf if limit is None else limit
-        for count in counts:
-            limits.append(int(min(count, left)))
-            left -= limits[-1]
-        before = sum(count for count, most, folder in zip(counts, limits, found, strict=True) if folder and most == count)
-
-        def show() -> None:
-            progress("tokenise", before + done.value, sum(limits))
-
-        wanted = [(part, most if most < count else None) for part, most, count in zip(parts, limits, counts) if most]
-        folders = run("encode", wanted, show)
-        try:
-            for number, count in enumerate(counts):
-                yield count, next(folders) if limits[number] else None
-        except BrokenRows:  # others may follow in later parts
-            rest = [source for part in parts[number:] for source in part.sources]
-            for _ in read_all_rows(rest, data, sum(limits[number:])):
-                pass
-            raise
+        before = accumulate(counts, initial=0)
+        wanted = [n if limit is None else max(0, min(n, limit - rows)) for n, rows in zip(counts, before, strict=False)]
+        jobs = [(part, None if n == most else most) for part, n, most in zip(parts, counts, wanted, strict=True)]
+        totals[1] = sum(wanted)
+        totals[0] = sum(n for n, most, folder in zip(counts, wanted, found, strict=True) if folder and n == most)
+        show()
+        folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
+        for number, count in enumerate(counts):
+            try:
+                folder = next(folders) if wanted[number] else None
+            except BrokenRows:  # others may follow in later parts
+                rest = (source for part in parts[number:] for source in part.sources)
+                collections.deque(read_all_rows(rest, data, sum(wanted[number:])), maxlen=0)
+                raise
+            yield count, folder
 
 
 @contextlib.contextmanager
@@ -220,7 +223,7 @@ def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Ru
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     done, others = context.Value("q", 0), {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(count, context, _start, (*settings, done))
+    pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), *settings, done))
 
     def run(name: str, jobs: Sequence[tuple[Any, ...]], tick: Callable[[], None]) -> Iterator[Any]:
         for future in [pool.submit(_call, name, *job) for job in jobs]:
@@ -245,9 +248,11 @@ def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Ru
 def _pickled(encoder: PartEncoder) -> tuple[bytes, bool] | None:
     """Return what another process needs to encode alike; None for a tokenizer with parts that cannot be sent."""
     try:
-        return pickle.dumps(encoder.settings), bool(getattr(_backend(encoder), "encode_special_tokens", False))
+        settings = pickle.dumps(encoder.settings)
+        is_same = PartEncoder(pickle.loads(settings), encoder.report).key == encoder.key
     except Exception:  # of any class: whatever such a part raises
         return None
+    return (settings, bool(getattr(_backend(encoder), "encode_special_tokens", False))) if is_same else None
 
 
 def _backend(encoder: PartEncoder) -> Any:
@@ -257,19 +262,19 @@ def _backend(encoder: PartEncoder) -> Any:
 _encoder: PartEncoder  # of a process that encodes
 
 
-def _start(settings: bytes, encode_special_tokens: bool, done: Any) -> None:
+def _start(environment: dict[str, str], settings: bytes, encode_special_tokens: bool, done: Any) -> None:
     """Begin such a process. It ends with the one that started it, which alone obeys signals."""
     global _encoder
     for number in (*STOP_SIGNALS, STOP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(os.getppid())
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
+    os.environ.update(environment | {"TOKENIZERS_PARALLELISM": "false"})  # each core has a process
 
     def report(rows: int) -> None:
         with done.get_lock():
             done.value += rows
 
-    _encoder = PartEncoder(*pickle.loads(settings), report)
+    _encoder = PartEncoder(pickle.loads(settings), report)
     if backend := _backend(_encoder):
         backend.encode_special_tokens = encode_special_tokens  # which its pickle leaves out
 

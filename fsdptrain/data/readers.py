@@ -320,7 +320,8 @@ def _open_parquet(file: DataFile) -> Source:
         cuts: list[Cut] = []
         for number in range(found.num_row_groups):
             if size >= PART_BYTES:
-                size, _ = 0, cuts.append((number, before))
+                size = 0
+                cuts.append((number, before))
             group = found.row_group(number)
             size, before = size + group.total_byte_size, before + group.num_rows
         return Source(str(file), opened.schema_arrow.names, found.num_rows, partial(_read_parquet, file), cuts)

@@ -112,6 +112,7 @@ def data_stamps(path: DataPath) -> list[tuple[str, int, int]]:
 
 
 def stamp(file: DataFile) -> tuple[str, int, int]:
+    """Return (name, bytes, mtime in ns) of a data file."""
     with file_errors(file):
         status = file.path.stat()
     return file.name, status.st_size, status.st_mtime_ns
