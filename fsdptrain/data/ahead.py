@@ -22,12 +22,12 @@ class _Watch:
 
     def __init__(self, progress: Progress) -> None:
         self.progress, self.rows, self.seconds = progress, 0, 0.0
-        self._last: tuple[int, float] | None = None
+        self._last = (0, time.monotonic())
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage == "tokenise":
-            if self._last and done >= self._last[0]:
+            if done:
                 self.rows, self.seconds = self.rows + done - self._last[0], self.seconds + now - self._last[1]
             self._last = (done, now)
         self.progress(stage, done, total)

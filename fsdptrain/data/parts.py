@@ -177,14 +177,14 @@ def encode_parts(
 
     Raises DataError as `read_all_rows` and `Encoder` do, and WorkerLost if a process is killed.
     """
-    done, totals = SimpleNamespace(value=0), [0, 0]  # rows: encoded by now; in the cache, and wanted
+    done, total = SimpleNamespace(value=0), 0  # rows that are encoded by now, and in all
 
     def report(rows: int) -> None:
         done.value += rows
         show()
 
     def show() -> None:
-        progress("tokenise", totals[0] + done.value, totals[1])
+        progress("tokenise", done.value, total)
 
     encoder = PartEncoder((tokenizer, data, day, little_part(len(parts))), report)
     found = [encoder.found(part) for part in parts]
@@ -196,8 +196,7 @@ def encode_parts(
         before = accumulate(counts, initial=0)
         wanted = [n if limit is None else max(0, min(n, limit - rows)) for n, rows in zip(counts, before, strict=False)]
         jobs = [(part, None if n == most else most) for part, n, most in zip(parts, counts, wanted, strict=True)]
-        totals[1] = sum(wanted)
-        totals[0] = sum(n for n, most, folder in zip(counts, wanted, found, strict=True) if folder and n == most)
+        total = sum(most for n, most, folder in zip(counts, wanted, found, strict=True) if not folder or most < n)
         show()
         folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
         for number, count in enumerate(counts):
