@@ -53,7 +53,7 @@ Run = Callable[[str, Sequence[tuple[Any, ...]], Callable[[], None]], Iterator[An
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """Sources that are encoded together: `content` (JSON) identifies their rows, `stamps` are their files as found."""
 
     content: list[Any]
@@ -62,7 +62,7 @@ class Part:
     size: int  # in bytes
 
 
-def parts_of(path: DataPath) -> list[Part]:
+def parts_of(path: DataPath) -> list[DataPart]:
     """Return the parts of all files behind a path, or of a Hub data set, in the order of their rows.
 
     Raises as `open_sources` does.
@@ -70,18 +70,18 @@ def parts_of(path: DataPath) -> list[Part]:
     if is_hub_data(path):
         [source], identity = open_sources(path), fingerprint(path)
         return [
-            Part([identity, start, stop], [source.between(start, stop)], {}, PART_BYTES)
+            DataPart([identity, start, stop], [source.between(start, stop)], {}, PART_BYTES)
             for start, stop in _bounds(source.cuts)
         ]
     stamps = {file: stamp(file) for file in readable_files(path)}
-    found, sources, parts = contents(path), opened_files(path, count_rows=False), list[Part]()
+    found, sources, parts = contents(path), opened_files(path, count_rows=False), list[DataPart]()
     for group in _groups(list(sources), {file: size for file, (_, size, _) in stamps.items()}, found):
         own = {file: stamps[file] for file in group}
         bounds = _bounds(sources[group[0]].cuts or found[group[0]].cuts) if len(group) == 1 else [(BEGIN, None)]
         for start, stop in bounds:
             content = [[data_kind(file.name), found[file].sha256, start, stop] for file in group]
             size = sum(size for _, size, _ in own.values()) // len(bounds)
-            parts.append(Part(content, [sources[file].between(start, stop) for file in group], own, size))
+            parts.append(DataPart(content, [sources[file].between(start, stop) for file in group], own, size))
     return parts
 
 
@@ -129,15 +129,15 @@ class PartEncoder:
         self.tokenizer, self.data, self.day, self.little = settings
         self.key = token_key(self.tokenizer, self.data, self.day)
 
-    def found(self, part: Part) -> Path | None:
+    def found(self, part: DataPart) -> Path | None:
         """Return the folder of a part that is in the cache."""
         return intact_folder(KIND, [self.key, part.content, None], self.little)
 
-    def count(self, part: Part) -> int:
+    def count(self, part: DataPart) -> int:
         """Return the number of rows of a part."""
         return sum(source.counted() for source in part.sources)
 
-    def encode(self, part: Part, limit: int | None = None) -> Path:
+    def encode(self, part: DataPart, limit: int | None = None) -> Path:
         """Return the folder of a part, or of its first rows. Raises DataError for wrong rows and for changed files."""
 
         def write(folder: Path) -> None:
@@ -148,7 +148,7 @@ class PartEncoder:
 
         return cached_folder(KIND, [self.key, part.content, limit], write, self.little)
 
-    def _write(self, folder: Path, part: Part, limit: int | None) -> None:
+    def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
         encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
             for batch in read_all_rows(part.sources, self.data, limit):
@@ -171,7 +171,7 @@ def notes_of(folder: Path) -> dict[str, int]:
 
 
 def encode_parts(
-    parts: list[Part], tokenizer: Any, data: Data, day: date | None, limit: int | None, progress: Progress
+    parts: list[DataPart], tokenizer: Any, data: Data, day: date | None, limit: int | None, progress: Progress
 ) -> Generator[tuple[int, Path | None], None, None]:
     """Yield the number of rows of each part, and its folder: None behind the first `limit` rows.
 

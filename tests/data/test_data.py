@@ -30,7 +30,7 @@ from forks import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import parse
-from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
+from support import GSM8K, ROOT, SHAKESPEARE, environment, fsdptrain, write_recipe
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
@@ -1132,6 +1132,20 @@ def test_several_processes_make_the_rows_of_one(
     for name in ("tokens", "trained", "lengths", "ends", "labels"):
         assert np.array_equal(getattr(many, name), getattr(one, name)), name
     assert all((everything(many)[name] == everything(one)[name]).all() for name in everything(one))
+
+
+def test_a_run_uses_what_prepare_made(tmp_path: Path, own_cache: Path) -> None:
+    write_recipe(tmp_path, data__eval={"fraction": 0.1})
+    made = [json.loads(fsdptrain("prepare", tmp_path / "recipe.yaml", "--json").stdout) for _ in range(2)]
+    plan = make_plan(load(tmp_path / "recipe.yaml"), Topology("cpu", 1, 1))
+    calls: list[tuple[str, int, int]] = []
+    stream, held_out, _ = prepare(plan, load_tokenizer(plan, quiet), lambda *call: calls.append(call))
+    assert calls == [] and made[0]["cache"] == str(own_cache.parent)
+    for each in made:
+        assert (each["sequences"], each["eval_sequences"]) == (len(stream), len(held_out))
+        assert (each["rows"], each["tokens"]) == (stream.corpus.notes["rows"], stream.corpus.notes["tokens"])
+    assert [each["encoded_rows"] for each in made] == [made[0]["rows"], 0]
+    assert made[0]["tokens_per_s"] > 0 and made[1]["tokens_per_s"] is None
 
 
 def test_only_what_is_missing_is_encoded(
