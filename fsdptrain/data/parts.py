@@ -222,7 +222,7 @@ def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Ru
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     done, others = context.Value("q", 0), {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), *settings, done))
+    pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), settings, done))
 
     def run(name: str, jobs: Sequence[tuple[Any, ...]], tick: Callable[[], None]) -> Iterator[Any]:
         for future in [pool.submit(_call, name, *job) for job in jobs]:
@@ -244,24 +244,20 @@ def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Ru
         pool.shutdown(cancel_futures=True)
 
 
-def _pickled(encoder: PartEncoder) -> tuple[bytes, bool] | None:
+def _pickled(encoder: PartEncoder) -> bytes | None:
     """Return what another process needs to encode alike; None for a tokenizer with parts that cannot be sent."""
     try:
         settings = pickle.dumps(encoder.settings)
         is_same = PartEncoder(pickle.loads(settings), encoder.report).key == encoder.key
     except Exception:  # of any class: whatever such a part raises
         return None
-    return (settings, bool(getattr(_backend(encoder), "encode_special_tokens", False))) if is_same else None
-
-
-def _backend(encoder: PartEncoder) -> Any:
-    return getattr(encoder.tokenizer, "backend_tokenizer", None)
+    return settings if is_same else None
 
 
 _encoder: PartEncoder  # of a process that encodes
 
 
-def _start(environment: dict[str, str], settings: bytes, encode_special_tokens: bool, done: Any) -> None:
+def _start(environment: dict[str, str], settings: bytes, done: Any) -> None:
     """Begin such a process. It ends with the one that started it, which alone obeys signals."""
     global _encoder
     for number in (*STOP_SIGNALS, STOP_SIGNAL):
@@ -274,8 +270,6 @@ def _start(environment: dict[str, str], settings: bytes, encode_special_tokens: 
             done.value += rows
 
     _encoder = PartEncoder(pickle.loads(settings), report)
-    if backend := _backend(_encoder):
-        backend.encode_special_tokens = encode_special_tokens  # which its pickle leaves out
 
 
 def _call(name: str, *arguments: Any) -> Any:
