@@ -391,6 +391,32 @@ def _screen_beside_result() -> Screen:
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
+@app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Tokenise and pack the data ahead of a run, with all cores. Interrupted, it continues where it was."""
+    written = find_recipe(recipe, overrides)
+    from fsdptrain.folder.events import progress_record
+    from fsdptrain.processes import StopRequest
+    from fsdptrain.validate.request import make_request
+
+    plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
+    outcome = "before all was prepared; what was finished is kept; run the same command again"
+    with StopRequest() as stop, stop.obeyed_at_once(outcome), _screen_beside_result() as screen:
+        with screen.busy("starting"):
+            from fsdptrain.data.ahead import prepare_ahead, prepared_lines
+        made = prepare_ahead(plan, lambda *stage: screen.show(progress_record(*stage)))
+    if as_json:
+        print(json.dumps(made, indent=2))
+    else:
+        lines = [*prepared_lines(made, plan.recipe.data.seq_len), f"next: fsdptrain run {recipe}"]
+        print(wrapped_for("\n".join(lines), sys.stdout, extra_indent=2))
+
+
 @app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")
 def export(
     run_dir: RunDirArgument,

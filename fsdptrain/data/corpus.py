@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,24 +28,21 @@ from typing import Any, TypedDict, cast
 import numpy as np
 import torch
 
-from fsdptrain import __version__
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.columns import read_all_rows
-from fsdptrain.data.encode import TRAINED, Encoder
 from fsdptrain.data.interleave import Interleave
+from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack
-from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
-from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.data.parts import encode_parts, parts_of, token_key
+from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
-NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval", "sources")  # keys of `data` that say which rows are read
 
 
 class Batch(TypedDict):
@@ -69,8 +65,8 @@ class EncodedRows:
     digest of all that the stream was made from.
     """
 
-    tokens: np.ndarray[Any, Any]
-    trained: np.ndarray[Any, Any]
+    tokens: Joined | np.ndarray[Any, Any]
+    trained: Joined | np.ndarray[Any, Any]
     ends: Ints
     lengths: np.ndarray[Any, Any]
     notes: dict[str, int]
@@ -468,7 +464,7 @@ def pack_rows(
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
 
-    folder = cached_folder("packed", [rows.name, seed, fraction, layout], write)
+    folder = cached_folder("packed", [rows.name, rows.seq_len, data.packing, seed, fraction, layout], write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return [
         Corpus(
@@ -515,70 +511,37 @@ def choose_held_out(
 def open_rows(
     path: DataPath, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
 ) -> EncodedRows:
-    """Return the rows of a data path from the cache, made by the first process that needs them.
+    """Return the rows of a data path from the cache, made by the first process that needs them, with all cores.
 
     Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
     """
     readable_files(path, progress=progress)  # downloads what is in an object store
     before = data_stamps(path)
     content = fingerprint(path)
-    key = {
-        "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
-        "max_rows": max_rows, "day": day and day.isoformat(),
-        "keys": [value for name, value in vars(data).items() if name not in NOT_OF_TOKENS],
-    }  # fmt: skip
+    limit = None if data.long_rows == "continued" else data.seq_len  # above which a row is cut, or counted as split
+    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.long_rows, limit]
 
     def write(folder: Path) -> None:
-        _write_rows(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
+        parts = parts_of(path)
+        with contextlib.closing(encode_parts(parts, tokenizer, data, day, max_rows, progress)) as encoded:
+            notes = join(folder, encoded, data)
+        if notes["tokens"] == 0:
+            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token")
         if data_stamps(path) != before:
             raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
+        notes["empty_files"] = len(before) - len({file for part in parts for file in part.stamps})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
     folder = cached_folder("data", key, write)
-    flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
-    arrays = {name: _array(folder / f"{name}.npy") for name in ("lengths", "ends")}
+    streams: dict[str, Any] = {name: Joined(folder, name) for name in ("tokens", "trained")}
+    arrays = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _OF_ROWS.items()}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
-        **flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
+        **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
         name=folder.name,
     )  # fmt: skip
 
 
-_STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
-
-
-def _write_rows(
-    folder: Path, path: DataPath, data: Data, encode: Encoder, max_rows: int | None, progress: Progress
-) -> None:
-    """Tokenise every row into flat files."""
-    sources = open_sources(path)
-    available = sum(len(source) for source in sources)
-    total = min(available, max_rows) if max_rows is not None else available
-    ends, done, labels, digest = array("q", [0]), 0, 0, hashlib.sha256()
-    with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
-        for batch in read_all_rows(sources, data, max_rows):
-            for ids, mask in encode(batch):
-                row = array("I", ids).tobytes()
-                tokens.write(row)
-                trained.write(mask)
-                ends.append(ends[-1] + len(ids))
-                digest.update(len(ids).to_bytes(8) + row + mask)
-                labels += mask.count(TRAINED, 1)  # nothing predicts the first token of a row
-            done += len(batch)
-            progress("tokenise", done, total)
-    if ends[-1] == 0:
-        raise DataError(f"{listed(places(path))}: none of the {done} rows has a trained token")
-    np.save(folder / "lengths.npy", np.array(encode.lengths))
-    np.save(folder / "ends.npy", np.array(ends))
-    empty = max(0, count_files(path) - len(sources))
-    notes = {
-        "rows": done,
-        "available": available,
-        "empty_files": empty,
-        **encode.counts,
-        "tokens": int(ends[-1]),
-        "label_tokens": labels,
-    }
-    (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-    (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")
+_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32}

@@ -29,7 +29,7 @@ Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, 
 
 
 class Encoder:
-    """Encodes rows of one format as tokens and flags, and counts the rows that are cut, split or dropped.
+    """Encodes rows of one format as tokens and flags, and counts the rows that are dropped.
 
     `day` is what a chat template sees as today.
 
@@ -49,21 +49,17 @@ class Encoder:
         self.render_conversation = (
             ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format.is_chat else None
         )
-        self.lengths = array("I")  # tokens of each row, before it is cut
-        self.counts = {"cut": 0, "dropped": 0, "split": 0}
+        self.lengths = array("I")  # tokens of each row
+        self.dropped = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in (self._conversations if self.data.format.is_chat else self._texts)(rows):
             self.lengths.append(len(ids))
-            if len(ids) > self.data.seq_len and self.data.long_rows != "continued":
-                self.counts[self.data.long_rows] += 1
-                if self.data.long_rows == "cut":
-                    ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
             if TRAINED in mask[1:]:
                 yield ids, mask
             else:
-                self.counts["dropped"] += 1
+                self.dropped += 1
 
     def _texts(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode the fields of a row as one text, of which the last field, or all, is trained."""

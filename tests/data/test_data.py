@@ -6,18 +6,22 @@ import copy
 import errno
 import json
 import math
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import wait
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -27,6 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import parse
 from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
+from support import fsdptrain as run_command
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
@@ -37,13 +42,14 @@ from fsdptrain.config.formats import Format
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
+from fsdptrain.data import parts, readers, sources
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
 from fsdptrain.data.pack import best_fit_decreasing, cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.errors import CheckpointError, DataError, StorageError
+from fsdptrain.errors import CheckpointError, DataError, StorageError, WorkerLost
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 
@@ -169,7 +175,7 @@ items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(
 @settings(max_examples=100)
 def test_sequences_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]) -> None:
     lengths, size = case
-    sequences = fill_sequences(lengths, size)
+    sequences = [*fill_sequences(lengths, size)]
     assert sorted(piece for sequence in sequences for piece in sequence) == list(range(len(lengths)))
     for number, sequence in enumerate(sequences):
         space = size - sum(lengths[piece] for piece in sequence)
@@ -190,7 +196,7 @@ def test_best_fit_decreasing_is_that_of_the_textbook(case: tuple[list[int], int]
 
 def test_filling_sequences_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
-    sequences = fill_sequences(lengths, 8192)  # a quadratic algorithm would take hours
+    sequences = [*fill_sequences(lengths, 8192)]  # a quadratic algorithm would take hours
     assert len(sequences) <= 1.02 * sum(lengths) / 8192
 
 
@@ -1025,13 +1031,13 @@ def prepared(folder: Path) -> list[Path]:
 
 def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpus_from(tmp_path, bpe, {"text": "Hello"}, {"text": "there"}, seq_len=16)
-    (folder,) = prepared(own_cache)
-    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    (folder,), (part,) = prepared(own_cache), prepared(cache_dir("tokens"))
+    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir(), part, *part.iterdir())}
 
     def untouchable(*arguments: Any) -> Any:
         raise AssertionError("the rows are read again")
 
-    monkeypatch.setattr(fsdptrain.data.corpus, "open_sources", untouchable)
+    monkeypatch.setattr(fsdptrain.data.corpus, "parts_of", untouchable)
     data = Data(seq_len=16)
     monkeypatch.setattr(fsdptrain.data.corpus, "cut_and_pack", untouchable)
     (again,) = pack_rows(open_rows(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable), data, seed=0)
@@ -1059,32 +1065,175 @@ def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None
     calls: list[tuple[str, int, int]] = []
     path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(2500)))
     open_rows(str(path), Data(seq_len=16), bpe, None, lambda *call: calls.append(call))
-    assert [done for _, done, _ in calls] == [1000, 2000, 2500]
+    assert [done for _, done, _ in calls] == [0, 1000, 2000, 2500]
     assert {(stage, total) for stage, _, total in calls} == {("tokenise", 2500)}
 
 
-def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+def test_rows_are_encoded_again_when_their_tokens_change_and_only_then(
+    bpe: Any, tmp_path: Path, own_cache: Path
+) -> None:
     row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
     path = jsonl(tmp_path / "rows.jsonl", row, row)
     template = with_specials(bpe, eos_token=EOS)
     template.chat_template = CHATML
     base: dict[str, Any] = {"seq_len": 16}
-    changes: list[tuple[Any, dict[str, Any]]] = [
-        (bpe, {}), (bpe, {"seq_len": 17}), (bpe, {"packing": "none"}), (bpe, {"packing": "concat"}),
-        (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
-        (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}),
-        (with_specials(bpe, bos="<s>"), {}),
-        (bpe, {"format": "prompt_completion", "separator": " "}),
+    both = {"format": "prompt_completion"}
+    changes: list[tuple[Any, dict[str, Any], bool]] = [
+        (bpe, {}, True), (bpe, {"seq_len": 17}, False), (bpe, {"packing": "none"}, False),
+        (bpe, {"packing": "concat"}, False), (bpe, {"max_rows": 1}, True), (bpe, {"max_rows": 2}, False),
+        (bpe, {"columns": {"text": "other"}}, True), (bpe, both, True), (bpe, both | {"seq_len": 8}, False),
+        (bpe, both | {"train_on": "all"}, True), (template, {}, True), (with_specials(bpe, bos="<s>"), {}, True),
+        (bpe, both | {"separator": " "}, True), (bpe, {"eval": {"fraction": 0.5}}, False),
     ]  # fmt: skip
-    for count, (tokenizer, change) in enumerate(changes, 1):
+    count = 0
+    for tokenizer, change, is_other in changes:
         corpus_of(path, tokenizer, **base | change)
-        assert len(prepared(own_cache)) == count, change
+        count += is_other
+        assert len(prepared(cache_dir("tokens"))) == count, change
     jsonl(path, row, row, row)
     corpus_of(path, bpe, **base)
-    assert len(prepared(own_cache)) == len(changes) + 1
-    jsonl(path, row, row)
-    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which does not change the tokens
-    assert len(prepared(own_cache)) == len(changes) + 1
+    assert len(prepared(cache_dir("tokens"))) == count + 1
+
+
+def numbered(folder: Path, *names: str, rows: int = 60) -> None:
+    """Write files of GSM8K's rows, each beginning with its name."""
+    lines = GSM8K.read_text().splitlines()[:rows]
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        marked = (line.replace('"question": "', f'"question": "{name} ', 1) for line in lines)
+        (folder / name).write_text("\n".join(marked) + "\n")
+
+
+def small_parts(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
+    """Make parts of a few rows, which several processes encode."""
+    monkeypatch.setattr(sources, "PIECE", 4096)
+    monkeypatch.setattr(sources, "PART_BYTES", 8192)
+    for name, value in {"SMALL": 1, "POOLED": 1, **values}.items():
+        monkeypatch.setattr(parts, name, value)
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+def test_several_processes_make_the_rows_of_one(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl")
+    (tmp_path / "data" / "c.jsonl").write_text("")
+    settings = {"seq_len": 100, "max_rows": limit, **PC}
+    special = with_specials(bpe, "the")
+    special.split_special_tokens = True
+    one = corpus_of(tmp_path / "data", special, **settings)
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "again"))
+    small_parts(monkeypatch)
+    seen = set[int]()
+    monkeypatch.setattr(parts, "wait", lambda *args: seen.add(len(multiprocessing.active_children())) or wait(*args))
+    many = corpus_of(tmp_path / "data", special, **settings)
+    assert seen == {min(2, len(os.sched_getaffinity(0)))} and multiprocessing.active_children() == []
+    assert len(prepared(cache_dir("tokens"))) > 4
+    assert (many.digest, many.fingerprint, many.notes) == (one.digest, one.fingerprint, one.notes)
+    assert many.notes["cut"] > 0 and many.notes["empty_files"] == 1
+    for name in ("tokens", "trained", "lengths", "ends", "labels"):
+        assert np.array_equal(getattr(many, name), getattr(one, name)), name
+    assert all((everything(many)[name] == everything(one)[name]).all() for name in everything(one))
+
+
+def test_a_run_uses_what_prepare_made(tmp_path: Path, own_cache: Path) -> None:
+    write_recipe(tmp_path, data__eval={"fraction": 0.1})
+    made = [json.loads(run_command("prepare", tmp_path / "recipe.yaml", "--json").stdout) for _ in range(2)]
+    plan = make_plan(load(tmp_path / "recipe.yaml"), Topology("cpu", 1, 1))
+    calls: list[tuple[str, int, int]] = []
+    stream, held_out, _ = prepare(plan, load_tokenizer(plan, quiet), lambda *call: calls.append(call))
+    assert calls == [] and made[0]["cache"] == str(own_cache.parent)
+    for each in made:
+        assert (each["sequences"], each["eval_sequences"]) == (len(stream), len(held_out))
+        assert (each["rows"], each["tokens"]) == (stream.corpus.notes["rows"], stream.corpus.notes["tokens"])
+    assert [each["encoded_rows"] for each in made] == [made[0]["rows"], 0]
+    assert made[0]["tokens_per_s"] > 0 and made[1]["tokens_per_s"] is None
+
+
+def test_only_what_is_missing_is_encoded(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_parts(monkeypatch, POOLED=2**40)
+    data, folder = Data(seq_len=1024, **PC | {"format": Format.prompt_completion}), tmp_path / "data"
+    numbered(folder, "a.jsonl", "c.jsonl")
+
+    def encoded() -> int:
+        calls: list[tuple[str, int, int]] = []
+        open_rows(str(folder), data, bpe, None, lambda *call: calls.append(call))
+        return calls[-1][1]
+
+    assert encoded() == 120
+    numbered(folder, "b.jsonl")
+    assert encoded() == 60  # between the two others
+    damaged = prepared(cache_dir("tokens"))[0]
+    (damaged / "tokens.bin").write_bytes(b"")
+    assert 0 < encoded() < 20
+
+
+def test_what_was_finished_is_kept(bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that encodes is killed: the command ends, leaves no process, and the next one continues."""
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl", rows=200)
+    small_parts(monkeypatch)
+    path, data = str(tmp_path / "data"), Data(seq_len=64, **PC | {"format": Format.prompt_completion})
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if done > 30:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    monkeypatch.setattr(parts, "POLL_S", 0.001)
+    with pytest.raises(WorkerLost, match=r"a process that tokenises was killed .* what was finished is kept"):
+        open_rows(path, data, bpe, None, kill)
+    assert multiprocessing.active_children() == []
+    kept = len(prepared(cache_dir("tokens")))
+    calls: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(parts, "POOLED", 2**40)
+    rows = open_rows(path, data, bpe, None, lambda *call: calls.append(call))
+    assert kept and 0 < calls[-1][1] == calls[-1][2] < 400 == rows.notes["rows"]
+
+
+def test_broken_rows_are_those_that_one_process_finds(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl")
+    for name, number in (("a.jsonl", 31), ("a.jsonl", 55), ("b.jsonl", 2)):
+        lines = (tmp_path / "data" / name).read_text().splitlines(keepends=True)
+        lines[number - 1] = '{"question": 1, "answer": "b"}\n'
+        (tmp_path / "data" / name).write_text("".join(lines))
+    with pytest.raises(DataError) as one:
+        corpus_of(tmp_path / "data", bpe, seq_len=64, **PC)
+    small_parts(monkeypatch)
+    with pytest.raises(DataError) as many:
+        corpus_of(tmp_path / "data", bpe, seq_len=64, **PC)
+    assert str(many.value) == str(one.value)
+    assert [f"a.jsonl:{n}" in str(one.value) for n in (31, 55)] == [True] * 2 and "b.jsonl:2" in str(one.value)
+
+
+def test_an_added_file_changes_one_group_of_small_files(tmp_path: Path) -> None:
+    for number in range(400):
+        (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
+    before = {json.dumps(part.content) for part in parts.parts_of(str(tmp_path))}
+    (tmp_path / "200a.txt").write_text("another text")
+    after = {json.dumps(part.content) for part in parts.parts_of(str(tmp_path))}
+    assert len(before) > 3 and len(after - before) <= 2 and len(before - after) == 1
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_of_a_file_have_all_its_rows_and_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rows = [{"text": f"row {number} " * (number % 40)} for number in range(500)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30)
+    small_parts(monkeypatch)
+    monkeypatch.setattr(readers, "PART_BYTES", 8192)
+    made = parts.parts_of(str(path))
+    found = [row for part in made for source in part.sources for row in source.rows(["text"])]
+    assert len(made) > 5 and len({json.dumps(part.content) for part in made}) == len(made)
+    assert found == list(sources.open_sources(str(path))[0].rows(["text"]))
+    assert sum(source.counted() for part in made for source in part.sources) == 500
 
 
 def test_a_copy_of_the_data_is_the_same_data(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
@@ -1114,7 +1263,8 @@ def test_a_failure_leaves_nothing_behind(bpe: Any, tmp_path: Path, own_cache: Pa
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("data", name) for name in ("tokens.bin", "trained.bin", "ends.npy", "notes.json", "sums.json")),
+        *(("tokens", name) for name in ("tokens.bin", "trained.bin", "kept.bin", "notes.json", "sums.json")),
+        *(("data", name) for name in ("ends.bin", "lengths.bin", "joined.json", "parts.json", "notes.json")),
         *(("packed", name) for name in ("train-pieces.npy", "train-blocks.npy", "notes.json")),
     ],
 )
@@ -1242,7 +1392,7 @@ while len(list(folder.glob("ready-*"))) < 2:
 calls = []
 rows = open_rows(sys.argv[3], data, tokenizer, None, lambda *call: calls.append(call))
 (corpus,) = pack_rows(rows, data, seed=0)
-print(json.dumps([len(calls), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
+print(json.dumps([len(calls), len(corpus), int(corpus.tokens[:].sum()), corpus.pieces.tolist()]))
 """
 
 
@@ -1259,7 +1409,7 @@ def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_ca
     assert [process.returncode for process in processes] == [0, 0], outputs
     (calls, *one), (other_calls, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert one == other
-    assert sorted([calls, other_calls]) == [0, 2]  # one of them prepared, the other waited and used that
+    assert sorted([calls, other_calls]) == [0, 3]  # one of them prepared, the other waited and used that
     assert len(prepared(own_cache)) == 1
 
 
