@@ -12,12 +12,13 @@ import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.config.schema import Treatment
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
 from fsdptrain.data.corpus import Stream, open_rows, prepare, row_notes
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
-from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
+from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
@@ -117,17 +118,23 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     if day:
         findings.add_note(date_note(day))
-    is_chat = plan.recipe.data.format.is_chat
-    has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    data = plan.recipe.data
+    is_chat, has_template = data.format.is_chat, not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    template = "the recipe's" if data.chat_template else "the tokenizer's" if has_template else "plain"
     packed = describe_sequences(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary_size(tokenizer),
-        "template": ("the tokenizer's" if has_template else "plain") if is_chat else None,
+        "template": template if is_chat else None,
         "example": stream.corpus.show(tokenizer),
     }
     findings.add_values("data", packed, HEADING)
     show_sequences(plan, packed, findings)
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
+    if is_chat and earlier_turns_differ(tokenizer, data, peek(plan.data_path, data)[1], day):
+        findings.add_note(
+            "the chat template renders earlier turns of the assistant otherwise than its last one (without reasoning, "
+            "perhaps), and data.turns: all trains them like that: use split, or last"
+        )
     lost, divided = row_notes(stream.corpus, eval_corpus)
     for text in lost:
         findings.add_warning(text)
@@ -144,6 +151,7 @@ def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, A
     return {
         **corpus.notes,
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
+        "kept": kept_by_seq_len(corpus.lengths, corpus.seq_len, plan.recipe.data.treatment),
         "sequences": len(stream),
         "eval_sequences": held_out,
         "fill": corpus.fill(),
@@ -177,16 +185,32 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
     }
 
 
+def kept_by_seq_len(lengths: np.ndarray[Any, Any], seq_len: int, treatment: Treatment) -> list[dict[str, Any]]:
+    """Return which shares of rows (as a whole) and of tokens a half, once, twice and four times `seq_len` would keep.
+
+    They are in ascending order, up to the first that keeps every row.
+    """
+    kept: list[dict[str, Any]] = []
+    for limit in (seq_len // 2, seq_len, 2 * seq_len, 4 * seq_len):
+        if not kept or kept[-1]["rows"] < 1:
+            tokens = kept_tokens(lengths, limit, treatment) / float(lengths.sum())
+            kept.append({"seq_len": limit, "rows": float((lengths <= limit).mean()), "tokens": tokens})
+    return kept
+
+
 def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
     """Add the lines of packed rows: counts, a histogram of row lengths, and an example."""
     data, lengths = plan.recipe.data, packed["lengths"]
-    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split"}[
-        data.long_rows
-    ]
+    beyond = {
+        "continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split",
+        "drop": "dropped",
+    }[data.treatment]  # fmt: skip
     longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], packed['rows'], 'row')}, {beyond}"
+    rows = counted(packed["rows"], "row")
+    rows += f" of {counted(packed['conversations'], 'conversation')}" if "conversations" in packed else ""
     findings.add_lines(
         HEADING,
-        f"{counted(packed['rows'], 'row')}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
+        f"{rows}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
         + (
             f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
             if packed["dropped"]
@@ -202,6 +226,9 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         else ""
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    if (kept := packed["kept"])[0]["rows"] < 1:
+        shares = (f"{each['rows']:.1%} and {each['tokens']:.1%} with {each['seq_len']:,}" for each in kept)
+        findings.add_lines(HEADING, f"whole rows and tokens kept, by seq_len: {', '.join(shares)}")
     findings.add_lines(
         HEADING,
         f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens, {packed['fill']:.1%} filled{mixed}; "
@@ -216,7 +243,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), plan.recipe.data.long_rows
+    positions, treatment = _positions(plan), plan.recipe.data.treatment
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
     findings.levels["chosen"] = sizes
