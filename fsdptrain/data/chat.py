@@ -88,7 +88,9 @@ class ConversationRenderer:
         """
         wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
         if self.data.train_on == "all" and any(m.get("weight") == 0 for m in messages):
-            raise DataError(f"{place}: a message has weight 0, but data.train_on: all trains all of the text")
+            raise DataError(
+                f"{place}: a message has weight 0, but data.train_on: all trains all of the text: use completion"
+            )
         messages = [{name: value for name, value in m.items() if name != "weight"} for m in messages]
         rows: list[tuple[list[Message], list[int]]] = [(messages, wanted)]
         if self.data.turns != "all" and wanted:

@@ -270,7 +270,7 @@ def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
     lost = {
         "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
         "too_long": f"dropped: longer than {limit} (data.long_rows)",
-        "cut": f"cut at {limit} (data.seq_len), without an end, which teaches not to stop: or data.long_rows: drop",
+        "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
     }
     divided = {
         "split": f"split into pieces of at most {limit} (data.seq_len)",

@@ -227,8 +227,8 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
     if (kept := packed["kept"])[0]["rows"] < 1:
-        shares = (f"{each['rows']:.1%} and {each['tokens']:.1%} with {each['seq_len']:,}" for each in kept)
-        findings.add_lines(HEADING, f"whole rows and tokens kept, by seq_len: {', '.join(shares)}")
+        shares = (f"{each['seq_len']:,}: {each['rows']:.1%}, {each['tokens']:.1%}" for each in kept)
+        findings.add_lines(HEADING, f"rows kept whole, and tokens kept, by seq_len: {'; '.join(shares)}")
     findings.add_lines(
         HEADING,
         f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens, {packed['fill']:.1%} filled{mixed}; "

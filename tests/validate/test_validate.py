@@ -304,7 +304,7 @@ def test_what_other_lengths_of_sequences_would_keep_is_said(tmp_path: Path) -> N
     data = {"format": "prompt_completion", "seq_len": 64, "long_rows": "drop"}
     found, output = validate(write_recipe(tmp_path, data={**data, "path": str(problems(tmp_path, 30, 0, 30))}))
     assert "30 of 60 rows (50%) dropped: longer than 64 tokens (data.long_rows)" in found.verdict
-    assert "whole rows and tokens kept, by seq_len: 50.0% and " in output
+    assert "rows kept whole, and tokens kept, by seq_len: 32: 50.0%, " in output
     assert [each["rows"] for each in found.levels["data"]["kept"]] == [0.5, 0.5, 0.5, 1]
 
 
