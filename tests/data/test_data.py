@@ -1155,7 +1155,7 @@ def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None
 
 
 def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
-    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
+    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b", "messages": TALKS["one turn"]}
     path = jsonl(tmp_path / "rows.jsonl", row, row)
     template = with_specials(bpe, eos_token=EOS)
     template.chat_template = CHATML
@@ -1165,7 +1165,10 @@ def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Pat
         (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
         (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}),
         (with_specials(bpe, bos="<s>"), {}),
-        (bpe, {"format": "prompt_completion", "separator": " "}),
+        (bpe, {"format": "prompt_completion", "separator": " "}), (bpe, {"long_rows": "drop"}),
+        *((template, {"format": "chat", "seq_len": 64, **change}) for change in (
+            {}, {"turns": "last"}, {"turns": "split"}, {"chat_template_kwargs": {"name": 1}},
+            {"chat_template_kwargs": {"name": 2}})),
     ]  # fmt: skip
     for count, (tokenizer, change) in enumerate(changes, 1):
         corpus_of(path, tokenizer, **base | change)
@@ -1174,7 +1177,7 @@ def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Pat
     corpus_of(path, bpe, **base)
     assert len(prepared(own_cache)) == len(changes) + 1
     jsonl(path, row, row)
-    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which does not change the tokens
+    corpus_of(path, bpe, **base, eval={"fraction": 0.5}, drop_duplicates=True)  # which do not change the tokens
     assert len(prepared(own_cache)) == len(changes) + 1
 
 
