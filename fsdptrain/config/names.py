@@ -119,7 +119,6 @@ FOREIGN_NAMES = {
         "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train"
     ),
     "data.turns: last": "mask_history",
-    "not needed: a message with weight: 0 is not trained": "message_field_training",
     "data.max_rows": "max_samples max_train_samples",
     "data.eval: {fraction: 0.01} or {path: …}": (
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "

@@ -221,6 +221,7 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "completion_only_loss": _ANSWERS_TRAINED,
     "assistant_only_loss": _ANSWERS_TRAINED,
     "mask_history": _yes("data.turns", "last"),
+    "enable_thinking": {on: {"data.chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)},
     "excess_length_strategy": {"drop": {"data.long_rows": "drop"}, "truncate": {"data.long_rows": "cut"}},
     "dataset_exact_deduplication": _yes("data.drop_duplicates"),
     "chat_template": {"tokenizer_default": {}, "jinja": {}},

@@ -279,7 +279,6 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "validation_file": _held_out,
     "val_set_size": _held_out_share,
     "val_size": _held_out_share,
-    "enable_thinking": lambda value: {"data.chat_template_kwargs": {"enable_thinking": value}},
     "rope_scaling": lambda value: {"model.config": {"rope_scaling": value}},
     "rope_theta": lambda value: {"model.config": {"rope_theta": value}},
     "dataset._component_": _named("data"),
