@@ -188,7 +188,7 @@ def run(
     with contextlib.ExitStack() as stack:
         try:
             with _os_errors_as_fsdptrain_errors():
-                written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+                written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
                 plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
@@ -299,7 +299,7 @@ def validate(
 ) -> None:
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
-        written = _load_recipe(recipe, overrides)
+        written = find_recipe(recipe, overrides)
         given = {
             "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
             "--price-per-gpu-hour": price is not None, "--verbose": verbose,
@@ -509,7 +509,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
     """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
-    written = _load_recipe(recipe, overrides)
+    written = find_recipe(recipe, overrides)
     from fsdptrain.launch import submit as jobs
     from fsdptrain.plan.hardware import parse_hardware
 
@@ -523,7 +523,7 @@ def submit(
             print(note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
-        _check_fit(_load_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
+        _check_fit(find_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
     else:
         print(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
@@ -576,6 +576,30 @@ def status(
             watch(rundir, page.console)
         else:
             page.say("\n".join(status_lines(observe(rundir).status())))
+
+
+@app.command(epilog="Example: fsdptrain report runs/shakespeare")
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or a URL; several are compared"),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
+    from fsdptrain.report.document import check_report, write_report
+
+    out = _expanded_path(out)
+    check_report(out)
+    with contextlib.ExitStack() as stack, _screen_beside_result() as screen, screen.busy("report"):
+        opened = [stack.enter_context(_opened_run(run)) for run in dict.fromkeys(runs)]
+        with _write_errors_as_recipe_errors(out):
+            notes = write_report(opened, out)
+    for note in notes:
+        print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
+    print(out)
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
@@ -736,7 +760,8 @@ def _write_errors_as_recipe_errors(dest: Path) -> Iterator[None]:
         raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
-def _load_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
+def find_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
+    """Return the recipe at a path, or the shipped one of this name. Raise RecipeError with every problem found."""
     from fsdptrain.config.paths import data_kind
     from fsdptrain.config.reader import load
 

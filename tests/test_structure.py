@@ -21,9 +21,9 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "folder", "terminal", "config", "plan", "forecast", "data", "model", "parallel", "attempts", "checkpoint",
-    "launch", "train", "simulate", "validate",
+    "launch", "report", "train", "simulate", "validate",
 )  # fmt: skip
-LIGHT = ("", "folder", "terminal", "config", "plan", "forecast", "attempts", "launch")  # they import no torch
+LIGHT = ("", "folder", "terminal", "config", "plan", "forecast", "attempts", "launch", "report")  # they import no torch
 LIGHT_MODULES = (  # in other packages
     "checkpoint.verify", "validate.findings", "validate.summary", "validate.nodes",
     "validate.request", "validate.proposal",

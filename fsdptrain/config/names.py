@@ -124,7 +124,7 @@ FOREIGN_NAMES = {
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
         "validation_split_percentage max_eval_samples dataset_test_split"
     ),
-    "not supported (yet): the files of a list in data.path are read one by one": "mix_strategy interleave_probs",
+    "data.sources: a list of {path: …, weight: …}": "mix_strategy interleave_probs",
     "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
     _CACHE: (
         "streaming dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "

@@ -63,17 +63,23 @@ def paths_of(recipe: Recipe) -> dict[str, list[str]]:
         "model.tokenizer": recipe.model.tokenizer,
         "data.path": recipe.data.path,
         "data.chat_template": template if is_template_file(template := recipe.data.chat_template) else None,
+        "data.sources": [place for item in recipe.data.sources for place in _written(item.get("path"))],
         "adapter.from": recipe.adapter.from_,
         "checkpoint.path": recipe.checkpoint.path,
         "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
     }
-    texts = {key: [each for each in places(path) if isinstance(each, str)] for key, path in found.items()}
+    texts = {key: [each for each in _written(path) if isinstance(each, str)] for key, path in found.items()}
     return {key: each for key, each in texts.items() if each}
+
+
+def _written(path: Any) -> list[Any]:
+    """Return the places that a value names, which may be none: another check refuses it."""
+    return places(path) if isinstance(path, (str, list)) else []
 
 
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
-    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.eval")
+    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.sources", "data.eval")
     for key, paths in paths_of(recipe).items():
         for path in paths:
             if fault := path_fault(path) or (url_fault(path) if key in may_be_urls else None):

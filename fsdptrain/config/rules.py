@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
+from fsdptrain.config.mixture import KEYS, mixture_problems, sources_of
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
 from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.values import value_text
+from fsdptrain.config.values import item_messages, value_text
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
@@ -36,7 +38,8 @@ SECTIONS_READ = {
 
 def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
-    yield from _unmet_needs(recipe, where)
+    of_data = {path for path in where if path.startswith("data.")} if recipe.data.sources else set()
+    yield from _unmet_needs(recipe, where.keys() - of_data)
     yield from path_problems(recipe)
     if "/" in recipe.name or recipe.name in (".", ".."):
         yield Problem(
@@ -44,7 +47,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         )
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
-    yield from _data_problems(recipe)
+    yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
     yield from _fsdp_problems(recipe)
     yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
@@ -82,11 +85,11 @@ def sections_read(path: str) -> set[str]:
     return {*sections, *SECTIONS_READ.get(path, ())}
 
 
-def _unmet_needs(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each key that is set and has no effect without another key, or with its value."""
+def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each `written` key that has no effect without another key, or with its value."""
     for path, spec in all_fields():
         own = value_at(recipe, path)
-        if path not in where or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
+        if path not in written or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
             continue  # a number 0 is a value
         for other, values in needs_of(path).items():
             value = value_at(recipe, other)
@@ -227,6 +230,28 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     for name in fields if data.format.is_chat else ():
         if isinstance(data.columns.get(name), list):
             yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
+
+
+def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
+    """Yield the problems of several sources: each is checked alone; `written` has the keys of `data` that are set.
+
+    A key of `data` is refused if no source can use it, a key of a source if that one cannot.
+    """
+    if any(item_messages("data.sources", recipe.data.sources)):
+        return  # another check refuses it
+    yield from mixture_problems(recipe.data)
+    everywhere: list[Problem] | None = None
+    for source, item in zip(sources_of(recipe.data), recipe.data.sources, strict=True):
+        alone = dataclasses.replace(recipe, data=source.data)
+        own = {f"data.{key}" for key in item if key in KEYS}
+        found = [*_unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
+        for problem in found:
+            if problem.field in own:
+                key = (problem.field or "").removeprefix("data.")
+                yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
+        common = [problem for problem in found if problem.field not in own]
+        everywhere = common if everywhere is None else [each for each in everywhere if each in common]
+    yield from everywhere or []
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -19,11 +19,12 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
     values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
 
-    The limits are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`. `forms` lists what a key of several
-    types accepts: a string or None is that value, a type is any value of it, a pattern is any string that matches it,
-    `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are optional).
-    `values` is the same for the values of a
-    mapping whose keys are free. `any_text` allows strings that are empty, white space or control characters.
+    The limits are `at_least`, `above`, `at_most`, `forms`, `values`, `items` and `any_text`. `forms` lists what a key
+    of several types accepts: a string or None is that value, a type is any value of it, a pattern is any string that
+    matches it, `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are
+    optional).
+    `values` is the same for the values of a mapping whose keys are free; `items` is the dataclass of the items of a
+    list. `any_text` allows strings that are empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -109,8 +110,8 @@ Treatment = LongRows | Literal["continued"]  # of rows that are longer than a se
 
 
 @dataclass
-class Data:
-    """The training data, and how its rows become sequences of tokens."""
+class SourceKeys:
+    """The keys of `data` that each of several sources may have for itself."""
 
     path: Any = key(
         None,
@@ -128,11 +129,6 @@ class Data:
         {},
         "field → name of its column, where they differ; a list of columns is joined with empty lines",
         values=(str, list[str]),
-    )
-    seq_len: int = key(2048, "tokens per sequence", at_least=8)
-    packing: Literal["bfd", "concat", "none"] = key(
-        "bfd",
-        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
     )
     train_on: Literal["all", "completion"] = key(
         "completion",
@@ -159,23 +155,54 @@ class Data:
         needs={"data.format": _CHATS, "data.train_on": ["completion"]},
         unset="all",
     )
-    chat_template: str | None = key(
-        None,
-        "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
-        needs={"data.format": _CHATS},
-        any_text=True,
-    )
     chat_template_kwargs: dict[str, Any] = key(
         {},
         "values for variables of the chat template, such as {enable_thinking: false}",
         needs={"data.format": _CHATS},
         unset={},
     )
-    drop_duplicates: bool = key(False, "of rows that become the same tokens, keep the first")
+    drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
+
+
+@dataclass
+class DataSource(SourceKeys):
+    """One of several sources of data; a key of `data` that it leaves out is as in `data`."""
+
+    name: str | None = key(None, "what events and tables call it; default: the last part of its path, without suffixes")
+    weight: float | None = key(
+        None, "its share of the sequences that are trained, relative to the weights of the others", above=0
+    )
+    epochs: float | None = key(
+        None, "without weights: how often it is read in one epoch of the run (default: 1)", above=0
+    )
+
+
+@dataclass
+class Data(SourceKeys):
+    """The training data, and how its rows become sequences of tokens."""
+
+    sources: list[dict[str, Any]] = key(
+        [],
+        "in place of `path`, a mixture: a list of {path, weight or epochs, name} and any key above, which is then for "
+        "that source alone; an epoch of the run has as many sequences as all sources together",
+        items=DataSource,
+        any_text=True,
+    )
+    seq_len: int = key(2048, "tokens per sequence", at_least=8)
+    packing: Literal["bfd", "concat", "none"] = key(
+        "bfd",
+        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
+    )
+    chat_template: str | None = key(
+        None,
+        "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
+        needs={"data.format": _CHATS},
+        any_text=True,
+    )
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the tokens, as whole rows chosen by `seed`",
+        "held-out data: {path, max_rows}, or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 

@@ -166,7 +166,7 @@ def _kind_settings(kind: Any) -> Settings | None:
 
 
 def _data_sets(value: Any) -> Settings | None:
-    """Return what a list of data sets sets: the first one, because a recipe has a single `data.path`."""
+    """Return what a list of data sets sets: the first one, and a note on the others, which data.sources can name."""
     sets = value if isinstance(value, list) else [value]
     first = sets[0] if isinstance(sets[0], dict) else {"path": sets[0]}
     path = first.get("data_files") or first.get("path")
@@ -181,7 +181,9 @@ def _data_sets(value: Any) -> Settings | None:
         settings |= {part: first[name]} if isinstance(first.get(name), str) else {}
     if len(sets) > 1:
         others = listed(item.get("path") if isinstance(item, dict) else item for item in sets[1:])
-        settings[NOTE] = f"data.path: only the first of {len(sets)} data sets; a recipe has one, so not: {others}"
+        settings[NOTE] = (
+            f"data.path: only the first of {len(sets)} data sets; for the others ({others}) use data.sources"
+        )
     return settings
 
 

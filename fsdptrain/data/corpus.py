@@ -10,13 +10,17 @@ for each seed how they are packed. So the ranks of a node share one copy and a s
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import math
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -26,11 +30,13 @@ import numpy as np
 import torch
 
 from fsdptrain import __version__
+from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.encode import TRAINED, Encoder
+from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.pack import Ints, cut_and_pack
 from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -42,7 +48,7 @@ from fsdptrain.text import counted, share
 IGNORED = -100  # the label of a position that carries no loss
 
 # Keys of `data` that say which rows are read, or that do not change their tokens; `chat_template` is the tokenizer's.
-NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval", "drop_duplicates", "chat_template")
+NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval", "sources", "drop_duplicates", "chat_template")
 ALWAYS_NAMED = ("format", "columns", "seq_len", "packing", "train_on", "separator")  # the others only if they are set
 
 
@@ -119,31 +125,16 @@ class Corpus(EncodedRows):
         highest position affects every token, positions of padding are 0. The number -1 gives a sequence of padding. In
         `documents` the padding of a sequence is a document.
         """
-        shape = (len(numbers), self.seq_len)
-        ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
-        positions = np.zeros(shape, np.int64)
-        lengths: list[list[int]] = []
-        for row, number in enumerate(numbers):
-            at = length = 0  # the next free position of the sequence; the length of its last piece
-            pieces = self.pieces[self.offsets[number] : self.offsets[number + 1]] if number >= 0 else self.pieces[:0]
-            for start, length, end in pieces:
-                ids[row, at : at + length] = self.tokens[start : start + length]
-                positions[row, at : at + length] = np.arange(length)
-                targets = slice(start + 1, min(start + length + 1, end))
-                shifted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
-                labels[row, at : at + len(shifted)] = shifted
-                at += length
-            if self.count_padding:
-                positions[row, at:] = np.arange(length, length + self.seq_len - at)
-            lengths.append([*pieces[:, 1].tolist(), self.seq_len - int(at)])
-        documents, longest = document_bounds(lengths)
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-            "documents": documents,
-            "longest": longest,
-        }
+        return batch_of([(self, number) for number in numbers])
+
+    def label_tokens(self, numbers: Sequence[int]) -> int:
+        """Return how many label tokens sequences `numbers` have in total."""
+        return int(self.labels[list(numbers)].sum())
+
+    @property
+    def parts(self) -> list[Corpus]:
+        """The corpora that this one consists of: itself."""
+        return [self]
 
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
         """Return a corpus with the beginning of the first piece of sequences `numbers`, each in one of its own.
@@ -167,6 +158,119 @@ class Corpus(EncodedRows):
         for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
             text = text[:place] + mark + text[place:]
         return text + ("…" if length > 400 else "")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several corpora, whose sequences are numbered one corpus after another; it does what a `Corpus` does.
+
+    `shares` are those of the corpora in what is read, relative to one another: means are over that.
+    """
+
+    parts: list[Corpus]
+    shares: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: list[Corpus], shares: tuple[int, ...] = ()) -> Corpus | Mixture:
+        """Return the mixture of corpora, without `shares` as large as they are; a single one as it is."""
+        return parts[0] if len(parts) == 1 else cls(parts, shares or tuple(map(len, parts)))
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The number of the first sequence of each corpus, and that after the last."""
+        return [0, *itertools.accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def seq_len(self) -> int:
+        """The tokens of a sequence."""
+        return self.parts[0].seq_len
+
+    @property
+    def name(self) -> str:
+        """The digest of all that the token streams were made from."""
+        return _digest_of(part.name for part in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the files of all corpora."""
+        return _digest_of(part.fingerprint for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the rows of all corpora, as tokens."""
+        return _digest_of(part.digest for part in self.parts)
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """The counts of the corpora, added."""
+        return dict(sum((Counter(part.notes) for part in self.parts), Counter()))
+
+    def fill(self) -> float:
+        """Return the fraction of tokens that are not padding; see `Corpus.fill`."""
+        return self._mean([part.fill() for part in self.parts])
+
+    def document(self) -> float:
+        """Return the tokens of the document that a position belongs to; see `Corpus.document`."""
+        return self._mean([part.document() for part in self.parts])
+
+    def _mean(self, values: list[float]) -> float:
+        return sum(share * value for share, value in zip(self.shares, values, strict=True)) / sum(self.shares)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Return sequences `numbers` as the rows of a micro-batch; see `Corpus.batch`."""
+        return batch_of([self._find(number) for number in numbers])
+
+    def label_tokens(self, numbers: Sequence[int]) -> int:
+        """Return how many label tokens sequences `numbers` have in total."""
+        return sum(int(corpus.labels[number]) for corpus, number in map(self._find, numbers))
+
+    def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
+        """Return the beginnings of those of sequences `numbers` that are in the first corpus: see `Corpus`."""
+        return self.parts[0].beginnings([number for number in numbers if number < self.starts[1]], length)
+
+    def _find(self, number: int) -> tuple[Corpus, int]:
+        """Return the corpus that has a sequence, and its number there."""
+        which = max(0, bisect.bisect_right(self.starts, number) - 1)
+        return self.parts[which], number - self.starts[which]
+
+
+def _digest_of(digests: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
+    """Return these sequences, each a number in its corpus, as the rows of a micro-batch; see `Corpus.batch`."""
+    shape = (len(rows), rows[0][0].seq_len)
+    ids, labels = np.empty(shape, np.int64), np.full(shape, IGNORED, np.int64)
+    positions = np.zeros(shape, np.int64)
+    lengths: list[list[int]] = []
+    for row, (corpus, number) in enumerate(rows):
+        ids[row] = corpus.pad
+        at = length = 0  # the next free position of the sequence; the length of its last piece
+        pieces = (
+            corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1]] if number >= 0 else corpus.pieces[:0]
+        )
+        for start, length, end in pieces:
+            ids[row, at : at + length] = corpus.tokens[start : start + length]
+            positions[row, at : at + length] = np.arange(length)
+            targets = slice(start + 1, min(start + length + 1, end))
+            shifted = np.where(corpus.trained[targets], corpus.tokens[targets].astype(np.int64), IGNORED)
+            labels[row, at : at + len(shifted)] = shifted
+            at += length
+        if corpus.count_padding:
+            positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
+        lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
+    documents, longest = document_bounds(lengths)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(positions),
+        "documents": documents,
+        "longest": longest,
+    }
 
 
 def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
@@ -201,21 +305,44 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless stream over some sequences of a corpus: epoch after epoch, each a new permutation.
+    """An endless stream over the sequences of a corpus or a mixture: each source, again and again, in new permutations.
 
-    The sequence at a position depends on (seed, position) alone: not on the world size or on what was read before.
+    The sequence at a position depends on (seed, position) alone: not on the world size or on what was read before. In
+    one epoch of the stream there are `epoch` sequences.
     """
 
-    corpus: Corpus
-    numbers: Ints  # of the sequences in this stream
+    corpus: Corpus | Mixture
     seed: int
+    order: Interleave
+    epoch: int
+
+    @classmethod
+    def of(cls, sources: Sequence[MixtureSource], corpora: list[Corpus], seed: int) -> Stream:
+        """Return the stream over the corpora of these sources."""
+        weights = [source.weight for source in sources]
+        read = [source.epochs * len(corpus) for source, corpus in zip(sources, corpora, strict=True)]
+        order = Interleave.of([read[i] if weight is None else weight for i, weight in enumerate(weights)])
+        corpus = Mixture.of(corpora, order.shares)
+        # With weights nothing says how often a source is read: an epoch has as many sequences as there are.
+        return cls(corpus, seed, order, max(1, round(sum(read))) if None in weights else len(corpus))
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return self.epoch
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """Return the sequence numbers at these positions of the stream."""
-        return [int(self.numbers[_epoch_order(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
+        return [*map(self._number, positions)]
+
+    def _number(self, position: int) -> int:
+        source, nth = self.order.at(position)
+        size = len(self.corpus.parts[source])
+        start = sum(map(len, self.corpus.parts[:source]))
+        return start + int(_epoch_order(self.seed, source, nth // size, size)[nth % size])
+
+    def reads(self, positions: int) -> list[float]:
+        """Return how often each source is read in the first positions of the stream."""
+        counts = self.order.counts(positions)
+        return [count / len(part) for count, part in zip(counts, self.corpus.parts, strict=True)]
 
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the sequences at these positions; see `Corpus.batch`."""
@@ -223,45 +350,82 @@ class Stream:
 
     def label_tokens(self, positions: Sequence[int]) -> int:
         """Return how many label tokens the sequences at these positions have in total."""
-        return int(self.corpus.labels[self.at(positions)].sum())
+        return self.corpus.label_tokens(self.at(positions))
 
     def digest(self, positions: Sequence[int]) -> str:
         """Return a short digest of the sequence numbers at these positions, with which runs are compared."""
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=4)  # a batch may span two epochs; two threads make batches
-def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
-    """Return the order of sequences in one epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(size)
+@functools.lru_cache(maxsize=64)  # of each source a batch may span two epochs; two threads make batches
+def _epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
+    """Return the order of a source's sequences in one epoch; that of source 0 is `[seed, epoch]`'s."""
+    return np.random.default_rng([seed, epoch, 0, source]).permutation(size)
 
 
 def prepare(
     plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
-) -> tuple[Stream, list[int], Corpus]:
+) -> tuple[Stream, list[int], Corpus | Mixture]:
     """Return the training stream, the held-out sequence numbers and their corpus; `count_padding` as in `Corpus`.
 
-    `day` is what a chat template sees as today. Raises DataError for wrong rows, and when no row has a trained token.
+    With `data.eval.fraction` and several sources, that corpus has a part for each. `day` is what a chat template sees
+    as today. Raises DataError for wrong rows, and when no row of a source has a trained token.
     """
-    data, seed = plan.recipe.data, plan.recipe.seed
-    held_out = data.eval or {}
-    rows = open_rows(plan.data_path, data, tokenizer, data.max_rows, progress, day)
-    packed = pack_rows(rows, data, seed, held_out.get("fraction"), plan.layout)
+    seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
+
+    def packed(data: Data, max_rows: int | None, fraction: float | None = None) -> list[Corpus]:
+        rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
+        corpora = pack_rows(rows, data, seed, fraction, plan.layout)
+        return [dataclasses.replace(corpus, count_padding=count_padding) for corpus in corpora]
+
+    sources = []
+    for each in plan.sources:
+        with errors_of(each.name if plan.recipe.data.sources else None):
+            sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction")))
+    held_out = [corpus for _, *rest in sources for corpus in rest]
     if plan.eval_path is not None:
-        rows = open_rows(plan.eval_path, data, tokenizer, held_out.get("max_rows"), progress, day)
-        packed += pack_rows(rows, data, seed, layout=plan.layout)
-    packed = [dataclasses.replace(corpus, count_padding=count_padding) for corpus in packed]
-    stream = Stream(packed[0], np.arange(len(packed[0])), seed)
-    return stream, list(range(len(packed[1]))) if packed[1:] else [], packed[-1]
+        held_out += packed(dataclasses.replace(plan.recipe.data, path=plan.eval_path), wanted.get("max_rows"))
+    stream = Stream.of(plan.sources, [train for train, *_ in sources], seed)
+    corpus = Mixture.of(held_out) if held_out else stream.corpus
+    return stream, list(range(len(corpus))) if held_out else [], corpus
 
 
-def row_notes(train: EncodedRows, held_out: EncodedRows) -> tuple[list[str], list[str]]:
+@contextlib.contextmanager
+def errors_of(source: str | None) -> Iterator[None]:
+    """Name the source of a mixture in the errors of its data; None: there is only one."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{error} (source {source})") if source else error from None
+
+
+def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -> tuple[list[str], list[str]]:
     """Return sentences on rows of which not all is used, and sentences on rows that are divided."""
-    lost, divided = _row_notes(train)
-    if held_out.name != train.name:  # from another path
-        for texts, others in zip((lost, divided), _row_notes(held_out), strict=True):
-            texts += [f"data.eval: {text}" for text in others]
+    lost: list[str] = []
+    divided: list[str] = []
+    names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
+    sets = [*zip(names, train.parts, strict=True)]
+    if plan.eval_path is not None and held_out.name != train.name:
+        sets += [("data.eval: ", rows) for rows in held_out.parts]
+    for name, rows in sets:
+        for texts, found in zip((lost, divided), _row_notes(rows), strict=True):
+            texts += [f"{name}{text}" for text in found]
     return lost, divided
+
+
+def reading_notes(plan: Plan, stream: Stream) -> list[str]:
+    """Return sentences on the sources of a mixture that are read again earlier than the others, or not to the end."""
+    size, steps = plan.recipe.train.global_batch_size, plan.total_steps(len(stream))
+    notes, usual = [], steps * size / len(stream)
+    for source, times in zip(plan.sources, stream.reads(steps * size), strict=True):
+        if times > max(1.0, 1.01 * usual):
+            first = math.ceil(steps / times)
+            notes.append(
+                f"{source.name}: read {times:.2f} times in the run; it is repeated from about step {first:,} on"
+            )
+        elif times < min(1.0, 0.99 * usual):
+            notes.append(f"{source.name}: only {times:.1%} of it is read in the run")
+    return notes
 
 
 def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,17 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer.chat_template = data.chat_template
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: it has several chat templates: bring one in data.chat_template")
-    if tokenizer.chat_template is None and data.format.is_chat:
+    if tokenizer.chat_template is None and plan.trains_chat:
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
-    _check_template_arguments(tokenizer, data)
+    _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
 
 
-def _check_template_arguments(tokenizer: Any, data: Data) -> None:
+def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
     """Raise RecipeError for `data.chat_template_kwargs` that the chat template does not read."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in data.chat_template_kwargs:
+    for name in itertools.chain.from_iterable(data.chat_template_kwargs for data in sets):
         if name in {*own, "messages"}:
             raise RecipeError(f"data.chat_template_kwargs: {name} is set by fsdptrain: remove it")
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
@@ -93,15 +94,16 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     """Return a byte-level BPE of `size` tokens, trained on the texts of data.path and cached by their content."""
-    data = plan.recipe.data
 
     def write(folder: Path) -> None:
         progress("tokenizer", 0, 1)
         train_bpe(_training_texts(plan), size).save_pretrained(folder)
         progress("tokenizer", 1, 1)
 
-    readable_files(plan.data_path, progress=progress)  # downloads what is in an object store
-    content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
+    content: list[Any] = [__version__, size]
+    for data in (source.data for source in plan.sources):
+        readable_files(data.path, progress=progress)  # downloads what is in an object store
+        content += [fingerprint(data.path), data.format, data.columns, data.max_rows]
     return AutoTokenizer.from_pretrained(cached_folder("tokenizers", content, write))
 
 
@@ -122,9 +124,8 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 def _training_texts(plan: Plan) -> Iterator[str]:
     """Yield every text of the training data, whatever its format."""
-    data = plan.recipe.data
-    for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
-        for row in rows:
+    for data in (source.data for source in plan.sources):
+        for row in itertools.chain.from_iterable(read_all_rows(open_sources(data.path), data, data.max_rows)):
             for value in (row[field] for field in data.format.fields):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:

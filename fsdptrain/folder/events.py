@@ -100,7 +100,8 @@ class Reporter:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
+        nested = {f"{k}/{name}": v for k, part in fields.items() if isinstance(part, dict) for name, v in part.items()}
+        numbers = {k: v for k, v in (fields | nested).items() if isinstance(v, (int, float)) and k != "step"}
         values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
 

@@ -45,6 +45,10 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
+
+
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
 
@@ -52,6 +56,7 @@ def _are_counts(value: Any) -> bool:
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
 COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
 NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
+NUMBERS = FieldType("an object of numbers", _are_numbers)
 SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
@@ -111,8 +116,9 @@ EVENTS = {
         undone=True, on_board=True, trains=True,
     ),
     "eval": EventKind(
-        "the held-out rows are evaluated after `step`; 0: with the first weights",
+        "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
         {"step": COUNT, "loss": NUMBER, "perplexity": NUMBER, "tokens": COUNT},
+        {"losses": NUMBERS},
         undone=True, on_board=True, trains=True,
     ),
     "save": EventKind(
@@ -256,9 +262,15 @@ def json_safe(value: Any) -> Any:
 def restore_numbers(record: Record) -> None:
     """Make numbers of the texts that `json_safe` wrote."""
     event = EVENTS.get(str(record.get("event")))
-    for name, kind in event.fields.items() if event else ():
-        if kind is NUMBER and record.get(name) in ("nan", "inf", "-inf"):
-            record[name] = float(record[name])
+    for name, kind in (event.fields | event.optional).items() if event else ():
+        if kind is NUMBER and name in record:
+            record[name] = _restored(record[name])
+        elif kind is NUMBERS and isinstance(record.get(name), dict):
+            record[name] = {key: _restored(value) for key, value in record[name].items()}
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 class Tail:

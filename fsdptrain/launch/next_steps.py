@@ -83,7 +83,7 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
     else:
         imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
     trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
-    data = plan.recipe.data
+    data = next((source.data for source in plan.sources if source.data.format.is_chat), plan.sources[0].data)
     if data.format.is_chat:
         prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'

@@ -115,7 +115,9 @@ class Observer:
             "total_steps": total,
             **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
             "eta_s": self._eta_s(made, total) if running and not late else None,
-            "eval": {name: last["eval"][name] for name in ("step", "loss")} if "eval" in last else None,
+            "eval": {key: last["eval"][key] for key in ("step", "loss", "losses") if key in last["eval"]}
+            if "eval" in last
+            else None,
             "checkpoint": checkpoint,
             "unsaved_steps": max(0, made - self._run.saved_step),
             "straggler": self._straggler(made) if running else None,
@@ -380,7 +382,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "ranks": _ranks_text(status),
         "step": _step_text(status),
         "stage": _stage_text(status),
-        "eval": status["eval"] and f"held-out loss {status['eval']['loss']:.4f} at step {status['eval']['step']:,}",
+        "eval": status["eval"] and _eval_text(**status["eval"]),
         "saved": _checkpoint_text(status),
         "late": _late_text(status),
         "slow": _straggler_text(status),
@@ -388,6 +390,11 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "note": "; ".join(status["skipped"]),
     }
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
+
+
+def _eval_text(step: int, loss: float, losses: dict[str, float] | None = None) -> str:
+    sources = ", ".join(f"{name} {of_source:.4f}" for name, of_source in (losses or {}).items())
+    return f"held-out loss {loss:.4f} at step {step:,}" + f" ({sources})" * bool(sources)
 
 
 def _ranks_text(status: dict[str, Any]) -> str:

@@ -35,8 +35,7 @@ CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat templ
 def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
     config, generation = copy.deepcopy(config), _generation_config(plan, model)
-    data = plan.recipe.data
-    turn_end = end_of_turn(tokenizer, data.chat_template_kwargs) if data.format.is_chat else None
+    turn_end = end_of_turn(tokenizer, plan.recipe.data.chat_template_kwargs) if plan.trains_chat else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
     with scratch_folder() as scratch:

@@ -21,6 +21,7 @@ from typing import Any
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import (
     DataPath,
@@ -29,6 +30,7 @@ from fsdptrain.config.paths import (
     is_folder,
     is_hub_data,
     model_name_fault,
+    places,
     with_chat_template,
     with_expanded_paths,
     working_folder,
@@ -129,7 +131,7 @@ class Plan:
     version: str
     recipe: Recipe
     run_dir: str
-    data_path: DataPath
+    data_paths: list[DataPath]  # of each source
     eval_path: str | None
     topology: Topology
     replicas: int
@@ -145,6 +147,24 @@ class Plan:
         """The run folder, and the place of the checkpoints."""
         url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
         return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
+
+    @property
+    def sources(self) -> list[MixtureSource]:
+        """The sources of the training data, each with the path that was found."""
+        found = zip(sources_of(self.recipe.data), self.data_paths, strict=True)
+        return [dataclasses.replace(source, data=dataclasses.replace(source.data, path=path)) for source, path in found]
+
+    @property
+    def data_path(self) -> DataPath:
+        """The path of the training data; of several sources, a list of all their places."""
+        if len(self.data_paths) == 1:
+            return self.data_paths[0]
+        return [place for path in self.data_paths for place in places(path)]
+
+    @property
+    def trains_chat(self) -> bool:
+        """Whether conversations are trained, which a chat template renders."""
+        return any(source.data.format.is_chat for source in self.sources)
 
     @property
     def pretrained(self) -> bool:
@@ -210,7 +230,7 @@ class Plan:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
         names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
-        paths = [path for path in (self.data_path, self.eval_path) if path and is_hub_data(path)]
+        paths = [path for path in (*self.data_paths, self.eval_path) if path and is_hub_data(path)]
         return list(dict.fromkeys([*names, *paths]))
 
     @property
@@ -306,6 +326,7 @@ class Plan:
             and path not in ("model.attn_implementation", "data.eval", "data.revision", "data.chat_template")
         }
         held_out = recipe["data.eval"] or {}
+        fixed["data.sources"] = without_names(recipe["data.sources"])
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:
@@ -341,7 +362,10 @@ class Plan:
         """
         if "${" in text:  # it has another origin: fsdptrain writes none
             raise ValueError("it contains a ${reference}")
-        plan: Plan = recipe_of(json_object(text), cls)
+        fields = json_object(text)
+        if "data_path" in fields:  # of a version without data.sources
+            fields["data_paths"] = [fields.pop("data_path")]
+        plan: Plan = recipe_of(fields, cls)
         if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
             raise RecipeError(problems)
         return plan
@@ -406,21 +430,26 @@ def draft_plan(
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
-    held_out, revision = recipe.data.eval or {}, recipe.data.revision
-    data_path = find_all_data(recipe.data.path or "", written.folder, elsewhere)
+    held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
-    if revision is not None and is_hub_data(data_path):
-        data = HubData.of(data_path)
-        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
-            eval_path = str(HubData.of(eval_path).at(revision))
-        data_path = str(data.at(revision))
-    elif revision is not None:
+    data_paths = []
+    for source in sources_of(recipe.data):
+        path, revision = find_all_data(source.data.path or "", written.folder, elsewhere), source.data.revision
+        if revision is not None and is_hub_data(path):
+            data = HubData.of(path)
+            if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
+                eval_path = str(HubData.of(eval_path).at(revision))
+            path = str(data.at(revision))
+        elif revision not in (None, recipe.data.revision):
+            problems.append(Problem(f"{source.name}: revision has no effect: not a Hub data set", "data.sources"))
+        data_paths.append(path)
+    if recipe.data.revision is not None and not any(map(is_hub_data, data_paths)):
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     plan = Plan(
         version=__version__,
         recipe=recipe,
         run_dir=str(working_folder(recipe.output_dir)),
-        data_path=data_path,
+        data_paths=data_paths,
         eval_path=eval_path,
         topology=topology,
         **divided_among_ranks(recipe, topology),

@@ -174,9 +174,10 @@ class Screen:
     def _on_eval(self, record: Record) -> None:
         step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
         if not self.live or self._is_line_due("eval", step, total):
+            sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
             self.say(
                 f"eval at step {step}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
-                f"({record['tokens']:,} label tokens)"
+                f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)
             )
         if not self.state.step_times:
             self.show_waiting("first step")

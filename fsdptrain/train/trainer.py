@@ -345,13 +345,27 @@ class Trainer:
         """Report the loss over all held-out sequences. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
         stops = StopPoll(self.world, self.session.stop)
-        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)
-        if result is not None:
-            loss, tokens = result
-            self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+        results = []
+        for corpus in self.inputs.eval_corpus.parts:
+            if (result := self.engine.evaluate(corpus, range(len(corpus)), stops)) is None:
+                break
+            results.append(result)
+        else:
+            self.report_evaluation(done, results)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return result is None
+
+    def report_evaluation(self, done: int, results: list[tuple[float, int]]) -> None:
+        """Write the `eval` event of (loss, label tokens) of each held-out set, and of all label tokens together."""
+        (loss, tokens), losses = results[0], {}
+        if len(results) > 1:
+            tokens = sum(of_set for _, of_set in results)
+            loss = sum(mean * of_set for mean, of_set in results) / tokens
+            names = [source.name for source in self.plan.sources]
+            losses = {"losses": {name: mean for name, (mean, _) in zip(names, results, strict=True)}}
+        perplexity = math.exp(min(loss, 700.0))
+        self.reporter.event("eval", step=done, loss=loss, perplexity=perplexity, tokens=tokens, **losses)
 
     def compare_copies(self, done: int) -> None:
         """Raise WorkerLost if the copies of the model differ after `done` steps, once earlier saves are complete."""
@@ -414,7 +428,7 @@ class Trainer:
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
         length = min(TOKENS, self.plan.tokens_of_row)
-        beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], length)
+        beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
         return Sample(rows, self.engine.logits(beginnings), bool(held_out))
 

@@ -81,6 +81,7 @@ data:
   chat_template_kwargs: {}
   drop_duplicates: false
   max_rows: null
+  sources: []
   eval: null
 
 fsdp:

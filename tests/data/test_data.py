@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import fsdptrain.data.corpus
 from fsdptrain.config.formats import Format
+from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cache_dir, cached_folder
@@ -908,7 +909,7 @@ def test_packing_does_not_change_the_gradient(packed: Corpus, bpe: Any, tmp_path
 def a_stream(sequences: int, seed: int = 0) -> Stream:
     """Return a stream over all sequences of a corpus with one row per sequence."""
     corpus = synthetic([4] * sequences, [True] * 4 * sequences, Data(seq_len=4, packing="none"))
-    return Stream(corpus, np.arange(len(corpus)), seed)
+    return Stream.of([MixtureSource("", Data())], [corpus], seed)
 
 
 @given(

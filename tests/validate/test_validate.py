@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint import disk
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
@@ -296,11 +297,11 @@ def test_what_other_lengths_of_sequences_would_keep_is_said(tmp_path: Path) -> N
         "split": 4 * [400],
     }
     for treatment, kept in tokens.items():
-        assert kept_by_seq_len(lengths, 32, treatment) == [
+        assert kept_by_seq_len(lengths, Data(seq_len=32, long_rows=treatment)) == [
             {"seq_len": size, "rows": share, "tokens": count / 400}
             for (size, share), count in zip(rows.items(), kept, strict=True)
         ]
-    assert kept_by_seq_len(lengths[:2], 32, "cut")[1:] == [{"seq_len": 32, "rows": 1, "tokens": 1}]
+    assert kept_by_seq_len(lengths[:2], Data(seq_len=32))[1:] == [{"seq_len": 32, "rows": 1, "tokens": 1}]
     data = {"format": "prompt_completion", "seq_len": 64, "long_rows": "drop"}
     found, output = validate(write_recipe(tmp_path, data={**data, "path": str(problems(tmp_path, 30, 0, 30))}))
     assert "30 of 60 rows (50%) dropped: longer than 64 tokens (data.long_rows)" in found.verdict
