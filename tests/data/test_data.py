@@ -556,7 +556,7 @@ def test_long_rows_are_cut_dropped_or_split(
     assert {name: corpus.notes[name] for name in ("cut", "split", "too_long") if corpus.notes.get(name)} == counts
     assert corpus.notes["label_tokens"] == sum(labels) and corpus.lengths.tolist() == [4, 40, 104]
     assert (everything(corpus)["input_ids"] == word).sum() == sum(kept) - (3 if long_rows == "split" else 1)
-    [note] = itertools.chain(*row_notes(corpus, corpus))
+    [note] = itertools.chain(*row_notes(a_plan(tmp_path / "plan"), corpus, corpus))
     assert note.startswith("2 of 3 rows (67%) ") and ("teaches not to stop" in note) == ("cut" in counts)
 
 
@@ -582,7 +582,9 @@ def test_of_equal_rows_the_first_is_kept(bpe: Any, tmp_path: Path) -> None:
     assert corpus.notes["duplicates"] == 4 == len(whole) - len(corpus)
     assert corpus.notes["tokens"] == corpus.pieces[:, 1].sum() and corpus.notes["label_tokens"] == corpus.labels.sum()
     assert corpus.digest == whole.digest and corpus.name == whole.name  # the same rows, tokenised once
-    assert "4 of 11 rows (36%) dropped: the same tokens" in " ".join(row_notes(corpus, corpus)[1])
+    assert "4 of 11 rows (36%) dropped: the same tokens" in " ".join(
+        row_notes(a_plan(tmp_path / "plan"), corpus, corpus)[1]
+    )
 
 
 def test_no_copy_of_a_trained_row_is_held_out(bpe: Any, tmp_path: Path) -> None:
