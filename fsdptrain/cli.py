@@ -392,8 +392,9 @@ def _screen_beside_result() -> Screen:
 def export(
     run_dir: RunDirArgument,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: the newest valid one")
+        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: as export.which")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="the valid checkpoint with the lowest held-out loss")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="folder to write; default: RUN_DIR/export")] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: the recipe's")
@@ -416,6 +417,8 @@ def export(
         choices = get_args(get_type_hints(Export)[name])
         if value not in (None, *choices):
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
+    if best and step is not None:
+        raise RecipeError("--best and --step name two checkpoints: leave one out")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
     from fsdptrain.processes import StopRequest
@@ -438,7 +441,7 @@ def export(
         ):
             from fsdptrain.checkpoint.export import export_checkpoint  # takes seconds, so it comes after the locks
 
-            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
+            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare, best)
 
 
 @contextlib.contextmanager

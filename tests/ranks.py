@@ -44,6 +44,7 @@ from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
+from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
@@ -304,6 +305,35 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
     with run.session.stop:
         found = [state(run)]
     return found + [state(build(recipe, overrides)) for overrides in later]
+
+
+def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]]) -> list[Any]:
+    """Train in attempts of these overrides, whose evaluations return these losses in turn; a save of that step fails.
+
+    Returns after each of them the steps that have a checkpoint, that of the export, and those of early stops.
+    """
+    found = []
+    for overrides, losses, fails_at in attempts:
+        run = build(recipe, overrides)
+        save, rundir, left = run.save, run.session.rundir, iter(losses)
+
+        def failing(done: int, wait: bool, fails_at: int = fails_at, save: Any = save) -> bool:
+            if done == fails_at:
+                raise InterruptedError
+            return bool(save(done, wait))
+
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1)  # type: ignore[method-assign]
+        exported = None
+        with contextlib.suppress(InterruptedError):
+            assert run.train() is None and run.export() is None and not [*left]
+            exported = read_export_record(rundir).step
+        run.checkpointer.wait()
+        dist.barrier()
+        early = [[event["step"], event.get("best")] for event in events(rundir.root, "early_stop")]
+        found.append([rundir.checkpoint_steps(), exported, early])
+        dist.barrier()
+    print("CPU", time.process_time(), flush=True)
+    return found
 
 
 def world_of(recipe: str) -> dict[str, list[Any]]:

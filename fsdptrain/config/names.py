@@ -278,10 +278,12 @@ FOREIGN_NAMES = {
     "train.deterministic": "full_determinism cudnn_deterministic_mode",
     "seed": "data_seed random_seed",
     # eval, checkpoint, export, log
+    "eval.patience": "early_stopping_patience",
     "eval.every": (
         "eval_steps eval_strategy evaluation_strategy evals_per_epoch run_val_every_n_steps validation_interval"
     ),
     "checkpoint.every": "save_steps save_strategy saves_per_epoch save_every_n_steps save_interval",
+    "always the held-out loss, of which the lowest is best: delete the line": "metric_for_best_model greater_is_better",
     "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
     "checkpoint.async": "enable_async_checkpointing",
     "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
@@ -289,9 +291,7 @@ FOREIGN_NAMES = {
     ),
     "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
     "not supported: a checkpoint has the optimizer's state, too; the export is the model alone": "save_only_model",
-    "not supported (yet): the final weights are exported; use fsdptrain export --step for another checkpoint": (
-        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience"
-    ),
+    "export.which: best, with checkpoint.keep_best": "load_best_model_at_end",
     "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
     "name": "run_name experiment_name",
     "log.every": "logging_steps log_every_n_steps steps_per_print logging_strategy logging_first_step",

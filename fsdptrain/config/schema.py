@@ -466,6 +466,12 @@ class Eval:
         needs="data.eval",
         at_least=1,
     )
+    patience: int | None = key(
+        None,
+        "end the run after this many evaluations without a lower held-out loss; the first weights do not count",
+        needs="eval.every",
+        at_least=1,
+    )
 
 
 @dataclass
@@ -479,6 +485,12 @@ class Checkpoint:
         "gs://, az://) for this run alone; null: the run folder",
     )
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
+    keep_best: int | None = key(
+        None,
+        "also keep this many checkpoints with the lowest held-out loss; an evaluation that is one of them is saved",
+        needs="eval.every",
+        at_least=1,
+    )
     async_: bool = key(
         True, "write in the background; training waits only for the copy to host memory", needs="checkpoint.every"
     )
@@ -495,6 +507,12 @@ class Export:
     """The exported Hugging Face folder."""
 
     at_end: bool = key(True, "export when training ends")
+    which: Literal["last", "best"] = key(
+        "last",
+        "the weights to export: those of the last step, or those with the lowest held-out loss",
+        needs="checkpoint.keep_best",
+        unset="last",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
     adapter: Literal["separate", "merged", "both"] = key(
         "separate",

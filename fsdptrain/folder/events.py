@@ -132,6 +132,11 @@ def cut_partial_lines(rundir: RunDir) -> None:
             os.truncate(path, complete)
 
 
+def read_losses(metrics: Path) -> dict[int, float]:
+    """Return the held-out losses in `metrics.jsonl` that can be compared, by step."""
+    return RunState.of(Tail(metrics, from_end=False).read()).losses()
+
+
 def read_history(metrics: Path | str) -> list[Record]:
     """Return the events in `metrics.jsonl`, other lines left out, without those that a later attempt undid."""
     return without_undone(Tail(Path(metrics), from_end=False).read())

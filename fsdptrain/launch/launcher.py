@@ -395,7 +395,7 @@ class Attempt:
         step, saved = state.steps_made, state.saved_step
         if not state.step_times:
             return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
-        if step >= state.newest["start"]["total_steps"]:
+        if step >= state.newest["start"]["total_steps"] or "early_stop" in state.newest:
             return "stopping: all steps are done; with a checkpoint, but without what is left of evaluation and export"
         cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"

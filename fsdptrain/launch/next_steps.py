@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.folder.records import RunState, Tail
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
@@ -42,13 +43,20 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
         yield _line("share", ["hf", "upload", "ORG/NAME", folder])
-    train = recipe.train
-    longer = f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs or 1):g}"
-    yield _line("longer", [*_command(words, LENGTH_KEYS), longer])
+    key, value = _longer(plan)
+    yield _line("longer", [*_command(words, LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
         again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{rundir.url or _shown(rundir.root)}-2"}
         yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
+
+
+def _longer(plan: Plan) -> tuple[str, float]:
+    """Return the key that has ended the run, and twice its value."""
+    train, patience = plan.recipe.train, plan.recipe.eval.patience
+    if patience and "early_stop" in RunState.of(Tail(plan.rundir.metrics, from_end=False).read()).newest:
+        return "eval.patience", 2 * patience
+    return ("train.steps", 2 * train.steps) if train.steps else ("train.epochs", 2 * (train.epochs or 1))
 
 
 def _profile_words(rundir: RunDir) -> str:

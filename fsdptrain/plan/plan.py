@@ -286,18 +286,21 @@ class Plan:
         return Problem(message, "train.global_batch_size")
 
     def length_notes(self, sequences: int) -> list[str]:
-        """Return sentences on a run that reads rows several times a step, or that has few steps for its schedule."""
-        train, steps = self.recipe.train, self.total_steps(sequences)
+        """Return sentences on a run that reads rows several times a step, or has few steps or evaluations."""
+        train, steps, every = self.recipe.train, self.total_steps(sequences), self.recipe.eval.every
+        notes, evaluations = [], -(-steps // every) if every else 0
+        if evaluations <= (patience := self.recipe.eval.patience or -1):
+            notes = [f"eval.patience: {patience} ends no run that has only {counted(evaluations, 'evaluation')}"]
         if train.steps is None:
             few = (
                 f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
             )
-            return [few] if steps < FEW_STEPS else []
+            return [*notes, few] if steps < FEW_STEPS else notes
         times = train.global_batch_size / sequences
         again = (
             f"a step of {train.global_batch_size} sequences reads the data ({sequences:,} sequences) {times:.1f} times"
         )
-        return [again] if times > 1 else []
+        return [*notes, again] if times > 1 else notes
 
     def step_positions(self, step: int) -> range:
         """Return the positions in the endless data stream of the global batch of `step` (from 0)."""

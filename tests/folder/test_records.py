@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import FsdptrainError, RecipeError, Unreadable
 from fsdptrain.folder.events import Reporter, cut_partial_lines, read_history
 from fsdptrain.folder.ownership import read_export_record
-from fsdptrain.folder.records import EVENTS, MAX_BYTES, Record, RunState, Tail, record_fault, without_undone
+from fsdptrain.folder.records import (
+    EVENTS,
+    MAX_BYTES,
+    Record,
+    RunState,
+    Tail,
+    by_loss,
+    ends_early,
+    evaluations_since_best,
+    record_fault,
+    without_undone,
+)
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
 from fsdptrain.launch.status import observe, status_lines
@@ -69,7 +81,7 @@ class Replay:
             self.step = step
 
     def add(self, kind: str, step: int) -> None:
-        self.records.append(record(kind, step=step, tokens=self.attempts))
+        self.records.append(record(kind, step=step, tokens=self.attempts, loss=float(self.attempts)))
         self.made.append((kind, step, self.attempts))
 
     def steps(self, kind: str) -> list[int]:
@@ -110,6 +122,26 @@ def test_the_state_of_a_run_is_what_its_attempts_have_left(
     by = [attempt for kind, _, attempt in replay.made if kind == "step"]
     assert (state.trained_by or {}).get("total_steps") == (by[-1] if by else None)
     assert all(state.has("eval", step) == (step in replay.steps("eval")) for step in range(25))
+    assert state.losses() == {step: by for kind, step, by in replay.made if kind == "eval" and step}
+
+
+def test_losses_of_other_held_out_data_are_not_compared() -> None:
+    state = RunState.of(record("eval", step=step, loss=float(step)) for step in range(5))
+    assert state.losses() == {1: 1, 2: 2, 3: 3, 4: 4} and state.losses(until=2) == {1: 1, 2: 2}
+    state.add(record("resume", step=3, changed={"data.eval.content": ["a", "b"]}))
+    state.add(record("eval", step=4, loss=9.0))
+    assert state.losses() == {4: 9}
+    state.add(record("resume", step=2))  # with the same data as before: those of other data do not come back
+    state.add(record("eval", step=3, loss=nan))
+    assert [*state.losses()] == [3] and by_loss(state.losses()) == []
+
+
+def test_the_best_is_the_first_with_the_lowest_finite_loss() -> None:
+    losses = {2: nan, 4: 3.0, 6: inf, 8: 1.0, 10: 1.0, 12: -inf}
+    assert by_loss(losses) == [8, 10, 4] and by_loss(losses, {4, 6, 10}) == [10, 4]
+    assert evaluations_since_best(losses) == 2 and evaluations_since_best({2: nan, 4: nan}) == 2
+    ends = [ends_early(losses, step, patience) for step, patience in ((12, 2), (12, 3), (13, 2), (12, None))]
+    assert ends == [True, False, False, False], "only after an evaluation, and only if the recipe asks for it"
 
 
 def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:

@@ -181,6 +181,9 @@ def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> N
     plan, _ = draft(write_recipe(tmp_path))
     before = disk.disk_space(plan, [Weight((10, 100))], None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
+    best = varied(plan, {"checkpoint.keep_best": 3, "eval.every": 4})  # and checkpoint.every: 2
+    counts = [disk.disk_space(best, [Weight((10, 100))], steps)["checkpoints"] for steps in (None, 8, 9)]
+    assert counts == [14, 5, 7], "at most those of all saves: 2, 4, 6, 8, and 4, 8, and the last"
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
