@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-LongRows = Literal["split", "cut"]
+LongRows = Literal["split", "cut", "drop"]
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
 
@@ -17,7 +17,7 @@ class Format(StrEnum):
     """A data format; its value is the word in the recipe. The order is from the least to the most specific.
 
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
-    those before it are its prompt. `long_rows`: what happens to a row of more than `data.seq_len` tokens.
+    those before it are its prompt. `long_rows`: the default of `data.long_rows`.
     `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
     there is such a column.
     """

@@ -98,9 +98,11 @@ FOREIGN_NAMES = {
         "dataset_config dataset_config_name dataset_split dataset_train_split train_split"
     ),
     "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
-    "data.format: chat uses the tokenizer's own template; delete the line": (
-        "chat_template chat_template_path apply_chat_template template"
-    ),
+    "data.format: chat uses the tokenizer's own template; delete the line": "apply_chat_template template",
+    "data.chat_template: a file, or the text of a template": "chat_template_path chat_template_jinja",
+    "data.chat_template_kwargs: {enable_thinking: …}": "enable_thinking",
+    "data.long_rows: split, cut or drop": "excess_length_strategy",
+    "data.drop_duplicates": "dataset_exact_deduplication",
     "data.columns": "dataset_text_field text_column prompt_column response_column messages_column column_map",
     "data.seq_len": (
         "sequence_len max_seq_length max_seq_len cutoff_len max_length model_max_length block_size seq_length "
@@ -116,7 +118,7 @@ FOREIGN_NAMES = {
     "data.train_on: all or completion": (
         "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train"
     ),
-    "not supported: all answers of a conversation are trained, or all its tokens (data.train_on)": "mask_history",
+    "data.turns: last": "mask_history",
     "data.max_rows": "max_samples max_train_samples",
     "data.eval: {fraction: 0.01} or {path: …}": (
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "

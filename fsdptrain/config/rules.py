@@ -238,6 +238,8 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     fields = (*data.format.fields, *data.format.optional)
     if data.path is None:
         yield Problem("is not set: give a file, a glob, a folder, a list of them, or a Hub data set", "data.path")
+    if data.chat_template is not None and not data.chat_template.strip():
+        yield Problem("is empty: give a file or the text of a template, or remove the key", "data.chat_template")
     for name in data.columns:
         if name not in fields:
             yield Problem(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdptrain.config.dtypes import ComputeDtype, Dtype
-from fsdptrain.config.formats import DEFAULT_FORMAT, Format
+from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
@@ -105,6 +105,10 @@ class Adapter:
     )
 
 
+_CHATS = [form for form in Format if form.is_chat]
+Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
+
+
 @dataclass
 class SourceKeys:
     """The keys of `data` that each of several sources may have for itself."""
@@ -138,6 +142,26 @@ class SourceKeys:
         needs={"data.format": [form for form in Format if form.has_prompt]},
         any_text=True,
     )
+    long_rows: LongRows | None = key(
+        None,
+        "a row of more than seq_len tokens is split into several rows, cut at that length, or dropped; null: split for "
+        "text, else cut",
+        needs={"data.packing": ["bfd", "none"]},
+    )
+    turns: Literal["all", "last", "split"] = key(
+        "all",
+        "the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without "
+        "their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row",
+        needs={"data.format": _CHATS, "data.train_on": ["completion"]},
+        unset="all",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "values for variables of the chat template, such as {enable_thinking: false}",
+        needs={"data.format": _CHATS},
+        unset={},
+    )
+    drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
 
 
@@ -170,6 +194,12 @@ class Data(SourceKeys):
         "bfd",
         "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
     )
+    chat_template: str | None = key(
+        None,
+        "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
+        needs={"data.format": _CHATS},
+        any_text=True,
+    )
     eval: Any = key(
         None,
         "held-out data: {path, max_rows}, or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
@@ -177,9 +207,9 @@ class Data(SourceKeys):
     )
 
     @property
-    def long_rows(self) -> Literal["split", "cut", "continued"]:
+    def treatment(self) -> Treatment:
         """What happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
-        return "continued" if self.packing == "concat" else self.format.long_rows
+        return "continued" if self.packing == "concat" else self.long_rows or self.format.long_rows
 
 
 @dataclass

@@ -236,7 +236,7 @@ def _number_message(value: Any, in_mapping: bool) -> str | None:
 
 def below_open_mapping(path: str) -> bool:
     """Return whether a path is below a mapping whose keys are free: those of the model's config or of the data."""
-    return path.startswith(("model.config.", "data.columns."))
+    return path.startswith(("model.config.", "data.columns.", "data.chat_template_kwargs."))
 
 
 def _expected(path: str) -> str:

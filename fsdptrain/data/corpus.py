@@ -20,7 +20,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -62,7 +62,8 @@ class EncodedRows:
     `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
     uint32 [rows read] tokens of every row before it was cut or dropped; `notes` counts of rows that were read, split,
     cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens; `name` the
-    digest of all that the stream was made from.
+    digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if several may be
+    of one.
     """
 
     tokens: Joined | np.ndarray[Any, Any]
@@ -75,6 +76,7 @@ class EncodedRows:
     fingerprint: str
     name: str
     digest: str
+    conversations: np.ndarray[Any, Any] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -424,11 +426,15 @@ def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
     notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
     lost = {
         "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
-        "cut": f"cut at {limit} (data.seq_len)",
+        "too_long": f"dropped: longer than {limit} (data.long_rows)",
+        "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
     }
-    divided = {"split": f"split into pieces of at most {limit} (data.seq_len)"}
+    divided = {
+        "split": f"split into pieces of at most {limit} (data.seq_len)",
+        "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
+    }
     found_lost, found_divided = (
-        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes[what]]
+        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
         for texts in (lost, divided)
     )
     if empty := notes.get("empty_files"):
@@ -443,28 +449,44 @@ def pack_rows(
 ) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
 
-    No row is in both. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
+    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one are left out
+    before. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
     then held out as a row of its own, so that none of its tokens is a label of the first part. Raises DataError when
     either corpus would be empty.
     """
     names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
-        starts, stops, held, divided = rows.ends[:-1], rows.ends[1:], np.zeros(len(rows.ends) - 1, bool), 0
+        kept = first_of_equal_rows(rows) if data.drop_duplicates else np.arange(len(rows.ends) - 1)
+        starts, stops, held, divided = rows.ends[:-1][kept], rows.ends[1:][kept], np.zeros(len(kept), bool), None
+        counts = {"duplicates": len(rows.ends) - 1 - len(kept), "tokens": int((stops - starts).sum())}
         if fraction is not None:
-            starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format.long_rows == "split")
+            lengths, part = stops - starts, np.arange(len(kept))
+            if rows.conversations is not None:  # all rows of a conversation are on one side
+                part = np.unique(rows.conversations[kept], return_inverse=True)[1]
+                lengths = np.bincount(part, lengths).astype(np.int64)
+            held, divided = choose_held_out(lengths, fraction, seed, data.format.long_rows == "split")
+            held = held[part]
+        if divided is not None:
+            row, tokens = divided
+            edge = stops[row] - tokens
+            starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
+            held = np.insert(held, row + 1, True)
         for name, side in zip(names, (~held, held), strict=False):
             pieces, offsets, labels = cut_and_pack(
                 starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
             )
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(rows.ends) - 1} rows leaves none {use}")
+                raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
+            counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
-        (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
+        notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
-    folder = cached_folder("packed", [rows.name, rows.seq_len, data.packing, seed, fraction, layout], write)
+    key = [rows.name, rows.seq_len, data.packing, seed, fraction, layout, *["drop_duplicates"] * data.drop_duplicates]
+    folder = cached_folder("packed", key, write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return [
         Corpus(
@@ -484,14 +506,13 @@ def _array(path: Path) -> Any:
 
 
 def choose_held_out(
-    ends: Ints, fraction: float, seed: int, divisible: bool
-) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
-    """Draw rows by `seed` until they have this fraction of all tokens.
+    lengths: Ints, fraction: float, seed: int, divisible: bool
+) -> tuple[np.ndarray[Any, Any], tuple[int, int] | None]:
+    """Draw rows of these lengths [R] by `seed` until they have this fraction of all tokens.
 
-    `ends` int64 [R+1]: the rows' offsets. Returns starts [R'], ends [R'], whether each row is held out [R'], and how
-    many were divided (0 or 1).
+    Returns whether each row is held out [R], and (row, tokens to hold out of its end) if one is to be divided.
     """
-    lengths, wanted = np.diff(ends), round(fraction * int(ends[-1]))
+    wanted = round(fraction * int(lengths.sum()))
     drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # [seed, epoch] is the stream's
     short = drawn[lengths[drawn] <= wanted]
     whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
@@ -499,13 +520,20 @@ def choose_held_out(
     held = np.zeros(len(lengths), bool)
     held[whole] = True
     if missing <= wanted / 2 or len(short) == len(drawn):
-        return ends[:-1], ends[1:], held, 0
+        return held, None
     long = int(drawn[lengths[drawn] > wanted][0])
-    if not divisible:
-        held[long] = True
-        return ends[:-1], ends[1:], held, 0
-    ends = np.insert(ends, long + 1, ends[long + 1] - missing)
-    return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
+    held[long] = not divisible
+    return held, (long, missing) if divisible else None
+
+
+def first_of_equal_rows(rows: EncodedRows) -> Ints:
+    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained."""
+    digests = bytearray()
+    for start, stop in itertools.pairwise(rows.ends.tolist()):
+        digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
+        digest.update(rows.trained[start:stop].tobytes())
+        digests += digest.digest()
+    return np.sort(np.unique(np.frombuffer(digests, "S16"), return_index=True)[1])
 
 
 def open_rows(
@@ -518,15 +546,16 @@ def open_rows(
     readable_files(path, progress=progress)  # downloads what is in an object store
     before = data_stamps(path)
     content = fingerprint(path)
-    limit = None if data.long_rows == "continued" else data.seq_len  # above which a row is cut, or counted as split
-    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.long_rows, limit]
+    limit = None if data.treatment == "continued" else data.seq_len  # above which a row is cut or dropped, or counted
+    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.treatment, limit]
 
     def write(folder: Path) -> None:
         parts = parts_of(path)
         with contextlib.closing(encode_parts(parts, tokenizer, data, day, max_rows, progress)) as encoded:
             notes = join(folder, encoded, data)
         if notes["tokens"] == 0:
-            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token")
+            long = f"; {found:,} are longer than data.seq_len" if (found := notes.get("too_long")) else ""
+            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token{long}")
         if data_stamps(path) != before:
             raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
         notes["empty_files"] = len(before) - len({file for part in parts for file in part.stamps})
@@ -534,7 +563,8 @@ def open_rows(
 
     folder = cached_folder("data", key, write)
     streams: dict[str, Any] = {name: Joined(folder, name) for name in ("tokens", "trained")}
-    arrays = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _OF_ROWS.items()}
+    names = _OF_ROWS if data.turns == "split" else _OF_ROWS.keys() - {"conversations"}
+    arrays = {name: np.memmap(folder / f"{name}.bin", _OF_ROWS[name], "r") for name in names}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
@@ -544,4 +574,4 @@ def open_rows(
     )  # fmt: skip
 
 
-_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32}
+_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32, "conversations": np.uint32}

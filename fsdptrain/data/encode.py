@@ -46,17 +46,18 @@ class Encoder:
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
-        self.render_conversation = (
-            ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format.is_chat else None
-        )
+        self.render_conversation = ConversationRenderer(tokenizer, data, day) if data.format.is_chat else None
         self.lengths = array("I")  # tokens of each row
         self.dropped = 0
+        self.conversation = 0  # number of the conversation that is encoded
+        self.conversations = array("I")  # that of each row that is kept
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in (self._conversations if self.data.format.is_chat else self._texts)(rows):
             self.lengths.append(len(ids))
             if TRAINED in mask[1:]:
+                self.conversations.append(self.conversation)
                 yield ids, mask
             else:
                 self.dropped += 1
@@ -77,7 +78,11 @@ class Encoder:
         """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
         assert self.render_conversation is not None
         rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]
-        yield from self._encode_masked([text for text, _ in rendered], [spans for _, spans in rendered])
+        texts, spans = zip(*itertools.chain.from_iterable(rendered), strict=True)
+        encoded = self._encode_masked(texts, spans)
+        for made in rendered:
+            self.conversation += 1
+            yield from itertools.islice(encoded, len(made))
 
     def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
         """Add the tokens that the tokenizer puts before every text, and a trained end of sequence, where missing."""
@@ -91,7 +96,7 @@ class Encoder:
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         return encoded
 
-    def _encode_masked(self, texts: list[str], spans_of: list[list[Span]]) -> Iterator[Row]:
+    def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
         """Encode texts; the tokens inside one of a text's spans are trained."""
         edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
         locate = self._locate if self.backend is not None else self._locate_without_offsets
@@ -102,7 +107,7 @@ class Encoder:
                 mask[before[a] : before[b]] = b"\1" * (before[b] - before[a])
             yield ids, bytes(mask)
 
-    def _locate(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+    def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
         for found, text, edges in zip(
@@ -147,7 +152,7 @@ class Encoder:
         ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
-    def _locate_without_offsets(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+    def _locate_without_offsets(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Locate edges without offsets (a tokenizer in Python has none): compare with the tokens of the text before."""
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)

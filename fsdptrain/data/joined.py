@@ -5,6 +5,7 @@ Tokens are copied only for a part in which rows are cut: all others are read fro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,6 +22,7 @@ from fsdptrain.data.parts import notes_of
 from fsdptrain.data.sources import DIGEST_FILE
 
 Array = np.ndarray[Any, Any]
+Row = tuple[bytes, bytes]  # tokens, uint32, and whether each is trained
 TOKENS, FLAGS = np.dtype(np.uint32), np.dtype(np.bool_)
 JOINED_FILE = "joined.json"  # [tokens, the folder of the part or null, the number of the part] of each
 
@@ -68,11 +70,18 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     """Write the rows of all parts, in order, to a folder of the cache; return counts of rows and tokens.
 
     `encoded`: rows in each part, and its folder, or None if it is not used. Beside JOINED_FILE, `ends.bin` has the
-    offsets of the rows (int64 [R+1]), and `lengths.bin` the tokens of every row that was read (uint32).
+    offsets of the rows (int64 [R+1]), `lengths.bin` the tokens of every row that was read (uint32) and, with
+    `data.turns: split`, `conversations.bin` the conversation of each row (uint32 [R]).
     """
-    notes = dict.fromkeys(("rows", "available", "cut", "dropped", "split", "tokens", "label_tokens"), 0)
+    treatment, split = data.treatment, data.turns == "split"
+    names = ["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens"]
+    notes = dict.fromkeys([*names, *["too_long"] * (treatment == "drop"), *["conversations"] * split], 0)
     joined, digest = list[tuple[int, str | None, int]](), hashlib.sha256()
-    with (folder / "ends.bin").open("wb") as ends, (folder / "lengths.bin").open("wb") as lengths:
+    with contextlib.ExitStack() as files:
+        ends, lengths, *of_rows = (
+            files.enter_context((folder / f"{name}.bin").open("wb"))
+            for name in ("ends", "lengths", *["conversations"] * split)
+        )
         ends.write(bytes(8))
         for number, (available, part) in enumerate(encoded):
             notes["available"] += available
@@ -80,25 +89,32 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
                 continue
             found, read = notes_of(part), np.fromfile(part / "lengths.bin", TOKENS)
             read.tofile(lengths)
-            if data.long_rows != "continued":
-                notes[data.long_rows] += int(np.count_nonzero(read > data.seq_len))
             kept = np.fromfile(part / "kept.bin", TOKENS)
-            is_copied = data.long_rows == "cut" and int(kept.max(initial=0)) > data.seq_len
-            rows = _rows(part, kept)
+            long, kept_long = (int(np.count_nonzero(sizes > data.seq_len)) for sizes in (read, kept))
+            if treatment != "continued":
+                notes["too_long" if treatment == "drop" else treatment] += long
+            is_copied = treatment in ("cut", "drop") and kept_long > 0
+            rows: Iterable[Row | None] = _rows(part, kept)
             if is_copied:
-                rows = _copied(_cut(rows, data.seq_len), folder, number)
-            sizes = np.zeros(len(kept), np.int64)
-            used = 0
-            for tokens, flags in rows:
-                digest.update(len(flags).to_bytes(8) + tokens + flags)
-                notes["label_tokens"] += flags.count(TRAINED, 1)  # nothing predicts the first token of a row
-                sizes[used] = len(flags)
-                used += 1
-            (notes["tokens"] + np.cumsum(sizes[:used])).tofile(ends)
-            notes["rows"] += found["rows"]
-            notes["dropped"] += found["dropped"] + len(kept) - used
+                rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment), folder, number)
+            sizes, used = np.zeros(len(kept), np.int64), np.zeros(len(kept), np.bool_)
+            for row, fitted in enumerate(rows):
+                if fitted is not None:
+                    tokens, flags = fitted
+                    digest.update(len(flags).to_bytes(8) + tokens + flags)
+                    notes["label_tokens"] += flags.count(TRAINED, 1)  # nothing predicts the first token of a row
+                    sizes[row], used[row] = len(flags), True
+            (notes["tokens"] + np.cumsum(sizes[used])).tofile(ends)
+            for numbers in of_rows:
+                (np.fromfile(part / "conversations.bin", TOKENS)[used] + notes["conversations"]).astype(TOKENS).tofile(
+                    numbers
+                )
+                notes["conversations"] += found["rows"]
+            notes["rows"] += len(read)
+            # Rows that are both too long and without a trained token are counted as too long.
+            notes["dropped"] += found["dropped"] + int(np.count_nonzero(~used)) - long * (treatment == "drop")
             notes["tokens"] += int(sizes.sum())
-            if used:
+            if used.any():
                 joined.append((int(sizes.sum()), None if is_copied else f"{part.parent.name}/{part.name}", number))
     (folder / JOINED_FILE).write_text(json.dumps(joined), encoding="utf-8")
     (folder / PARTS_FILE).write_text(json.dumps([name for _, name, _ in joined if name]), encoding="utf-8")
@@ -106,7 +122,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     return notes
 
 
-def _rows(part: Path, lengths: Array) -> Iterator[tuple[bytes, bytes]]:
+def _rows(part: Path, lengths: Array) -> Iterator[Row]:
     """Yield the rows of a part: tokens as bytes, and flags."""
     if not len(lengths):
         return
@@ -118,17 +134,20 @@ def _rows(part: Path, lengths: Array) -> Iterator[tuple[bytes, bytes]]:
         yield tokens[start:stop].tobytes(), flags[start:stop].tobytes()
 
 
-def _cut(rows: Iterable[tuple[bytes, bytes]], size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the beginnings, of `size` tokens, of rows that then still have a trained token."""
+def _fitted(rows: Iterable[Row], size: int, treatment: str) -> Iterator[Row | None]:
+    """Yield rows of at most `size` tokens: longer ones are cut, if they then still have a trained token, or None."""
     for tokens, flags in rows:
-        if TRAINED in flags[1:size]:
+        if len(flags) > size and (treatment == "drop" or TRAINED not in flags[1:size]):
+            yield None
+        else:
             yield tokens[: size * TOKENS.itemsize], flags[:size]
 
 
-def _copied(rows: Iterable[tuple[bytes, bytes]], folder: Path, number: int) -> Iterator[tuple[bytes, bytes]]:
+def _copied(rows: Iterable[Row | None], folder: Path, number: int) -> Iterator[Row | None]:
     """Write rows to files of a folder, and yield them."""
     with (folder / f"tokens-{number}.bin").open("wb") as tokens, (folder / f"trained-{number}.bin").open("wb") as flags:
         for row in rows:
-            tokens.write(row[0])
-            flags.write(row[1])
+            if row is not None:
+                tokens.write(row[0])
+                flags.write(row[1])
             yield row

@@ -42,7 +42,8 @@ TOKENS = 1  # the version of how a row becomes tokens: raise it when that change
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
 NOT_OF_TOKENS = frozenset(
-    "path revision max_rows eval sources seq_len packing long_rows drop_duplicates chat_template".split()
+    {"path", "revision", "max_rows", "eval", "sources", "seq_len", "packing"}
+    | {"long_rows", "drop_duplicates", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
 SMALL = 2**20  # bytes; smaller files share parts
@@ -119,7 +120,8 @@ class PartEncoder:
     """Encodes parts into the cache; `report` gets the number of rows of each batch.
 
     A folder has `tokens.bin` (uint32 [T]), `trained.bin` (bool [T]), `kept.bin` (uint32 [R], tokens of each row),
-    `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained) and `notes.json`.
+    `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained) and `notes.json`;
+    with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation of the part each row is.
     `little`: a folder with fewer bytes is compared with its checksums whenever it is used.
     """
 
@@ -160,6 +162,8 @@ class PartEncoder:
                 self.report(len(batch))
         (folder / "kept.bin").write_bytes(kept.tobytes())
         (folder / "lengths.bin").write_bytes(encoder.lengths.tobytes())
+        if self.data.turns == "split":
+            (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept)}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.config.schema import Model
+from fsdptrain.config.schema import Data, Model
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_all_rows
@@ -30,8 +32,8 @@ END_OF_TEXT = "<|endoftext|>"
 def load_tokenizer(plan: Plan, progress: Progress) -> Any:
     """Return the tokenizer that the recipe names, or one trained on its data.
 
-    When conversations are trained, a tokenizer without a chat template gets the plain one, so that the export has the
-    template that the model learned. Raises RecipeError for a tokenizer that cannot be loaded or used.
+    When conversations are trained, it gets the recipe's chat template, or the plain one if it has none, so that the
+    export has the template that the model learned. Raises RecipeError for a tokenizer that cannot be loaded or used.
     """
     wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
     if isinstance(wanted, dict):
@@ -41,12 +43,26 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         reject_symlinks_outside(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
+    data = plan.recipe.data
+    if data.chat_template is not None:
+        tokenizer.chat_template = data.chat_template
     if not isinstance(tokenizer.chat_template, (str, type(None))):
-        raise RecipeError("model.tokenizer: it has several chat templates: keep only the one to train with")
+        raise RecipeError("model.tokenizer: it has several chat templates: bring one in data.chat_template")
     if tokenizer.chat_template is None and plan.trains_chat:
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
+    _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
+    """Raise RecipeError for `data.chat_template_kwargs` that the chat template does not read."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in itertools.chain.from_iterable(data.chat_template_kwargs for data in sets):
+        if name in {*own, "messages"}:
+            raise RecipeError(f"data.chat_template_kwargs: {name} is set by fsdptrain: remove it")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise RecipeError(f"data.chat_template_kwargs: the chat template does not read {name}: remove it")
 
 
 def _add_tokens(tokenizer: Any, tokens: list[str]) -> None:

@@ -98,6 +98,7 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
     if data.format.is_chat:
         prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        settings += "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
         text = QUESTION + data.separator if data.format.has_prompt else "Once upon a time"

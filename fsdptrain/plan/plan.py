@@ -31,6 +31,7 @@ from fsdptrain.config.paths import (
     is_hub_data,
     model_name_fault,
     places,
+    with_chat_template,
     with_expanded_paths,
     working_folder,
 )
@@ -318,14 +319,14 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return what a resume must not change: dotted recipe path → value.
 
-        data.revision is not included: `data.content`, the fingerprint of the data, changes with the commit.
+        data.revision and data.chat_template are not included: digests of data and tokenizer change with them.
         """
         recipe = flat(self.recipe)
         fixed = {
             path: value
             for path, value in recipe.items()
             if path.startswith(("model.", "adapter.", "data."))
-            and path not in ("model.attn_implementation", "data.eval", "data.revision")
+            and path not in ("model.attn_implementation", "data.eval", "data.revision", "data.chat_template")
         }
         held_out = recipe["data.eval"] or {}
         fixed["data.sources"] = without_names(recipe["data.sources"])
@@ -425,6 +426,8 @@ def draft_plan(
     `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
     """
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
+    recipe, faults = with_chat_template(recipe, written.folder)
+    problems += faults
     problems += elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
     problems += _nccl_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)

@@ -14,12 +14,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.schema import Data
-from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
 from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
-from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
+from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
@@ -130,21 +130,27 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     if day:
         findings.add_note(date_note(day))
-    is_chat = plan.trains_chat
-    has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    is_chat, has_template = plan.trains_chat, not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    template = "the recipe's" if plan.recipe.data.chat_template else "the tokenizer's" if has_template else "plain"
     packed = describe_sequences(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary_size(tokenizer),
-        "template": ("the tokenizer's" if has_template else "plain") if is_chat else None,
+        "template": template if is_chat else None,
     }
     if plan.recipe.data.sources:
         before, found = findings.levels["data"]["sources"], describe_sources(plan, stream, tokenizer)
         packed["sources"] = [read | each for read, each in zip(before, found, strict=True)]
     else:
-        packed |= describe_rows(stream.corpus.parts[0], tokenizer)
+        packed |= describe_rows(plan.recipe.data, stream.corpus.parts[0], tokenizer)
     findings.add_values("data", packed, HEADING)
     show_sequences(plan, packed, findings)
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
+    chats = [source.data for source in plan.sources if source.data.format.is_chat]
+    if any(earlier_turns_differ(tokenizer, data, peek(data.path, data)[1], day) for data in chats):
+        findings.add_note(
+            "the chat template renders earlier turns of the assistant otherwise than its last one (without reasoning, "
+            "perhaps), and data.turns: all trains them like that: use split, or last"
+        )
     lost, divided = row_notes(plan, stream.corpus, eval_corpus)
     for text in lost:
         findings.add_warning(text)
@@ -171,10 +177,11 @@ def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, A
     }
 
 
-def describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe_rows(data: Data, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the lengths of the rows of a source, how they share sequences, and its first row."""
     return {
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
+        "kept": kept_by_seq_len(corpus.lengths, data),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
         "lengths_per_sequence": corpus.lengths_per_sequence(),
         "example": corpus.show(tokenizer),
@@ -201,7 +208,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
             "trained_share": trained[i] / sum(trained),
             "sequences_read": stream.order.counts(positions)[i],
             "times_read": stream.reads(positions)[i],
-            **describe_rows(part, tokenizer),
+            **describe_rows(source.data, part, tokenizer),
         }
         for i, (source, part) in enumerate(zip(plan.sources, parts, strict=True))
     ]
@@ -229,17 +236,32 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
     }
 
 
+def kept_by_seq_len(lengths: np.ndarray[Any, Any], data: Data) -> list[dict[str, Any]]:
+    """Return which shares of rows (as a whole) and of tokens a half, once, twice and four times `seq_len` would keep.
+
+    They are in ascending order, up to the first that keeps every row.
+    """
+    kept: list[dict[str, Any]] = []
+    for limit in (data.seq_len // 2, data.seq_len, 2 * data.seq_len, 4 * data.seq_len):
+        if not kept or kept[-1]["rows"] < 1:
+            tokens = kept_tokens(lengths, limit, data.treatment) / float(lengths.sum())
+            kept.append({"seq_len": limit, "rows": float((lengths <= limit).mean()), "tokens": tokens})
+    return kept
+
+
 def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
     """Add the lines of the rows of a source: counts, and a histogram of their lengths."""
     lengths = packed["lengths"]
-    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split"}[
-        data.long_rows
-    ]
+    beyond = {
+        "continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split",
+        "drop": "dropped",
+    }[data.treatment]  # fmt: skip
     longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], packed['rows'], 'row')}, {beyond}"
+    rows = counted(packed["rows"], "row")
+    rows += f" of {counted(packed['conversations'], 'conversation')}" if "conversations" in packed else ""
     findings.add_lines(
         HEADING,
-        f"{name}{counted(packed['rows'], 'row')}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them "
-        + "trained; "
+        f"{name}{rows}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
         + (
             f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
             if packed["dropped"]
@@ -249,6 +271,9 @@ def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str 
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    if (kept := packed["kept"])[0]["rows"] < 1:
+        shares = (f"{each['seq_len']:,}: {each['rows']:.1%}, {each['tokens']:.1%}" for each in kept)
+        findings.add_lines(HEADING, f"rows kept whole, and tokens kept, by seq_len: {'; '.join(shares)}")
 
 
 def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
@@ -292,7 +317,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), plan.recipe.data.long_rows
+    positions, treatment = _positions(plan), plan.recipe.data.treatment
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
     findings.levels["chosen"] = sizes

@@ -407,6 +407,11 @@ FSDP1 = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template, field_
          {"launch.nnodes": 2, "launch.rdzv_endpoint": "10.0.0.1:2950", "train.global_batch_size": 16}),
         ("unfrozen_parameters: ['^lm_head.weight$']", {"model.trainable": ["lm_head.weight"]}),
         ("save_strategy: 'no'\nsave_steps: 50", {"checkpoint.every": None}),
+        ("excess_length_strategy: truncate\ndataset_exact_deduplication: true\nchat_template: tokenizer_default",
+         {"data.long_rows": "cut", "data.drop_duplicates": True, "data.chat_template": None}),
+        ("mask_history: true\nchat_template_kwargs: {enable_thinking: false}",
+         {"data.turns": "last", "data.chat_template_kwargs": {"enable_thinking": False}}),
+        ("chat_template_jinja: '{{ messages }}'", {"data.chat_template": "{{ messages }}"}),
     ],
 )  # fmt: skip
 def test_a_value_means_the_same_in_the_recipe(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:

@@ -75,6 +75,11 @@ data:
   packing: bfd
   train_on: completion
   separator: ""
+  long_rows: null
+  turns: all
+  chat_template: null
+  chat_template_kwargs: {}
+  drop_duplicates: false
   max_rows: null
   sources: []
   eval: null
@@ -324,7 +329,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
-        ("mask_history", "all answers"),
+        ("mask_history", "data.turns"),
         ("save_only_model", "optimizer's state"),
         ("auto_find_batch_size", "--advise"),
         ("custom_sharded_layers", "names of classes"),
@@ -563,7 +568,7 @@ def needed(path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
 def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, path: str) -> None:
-    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "x", ["x"]]
+    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "cut", "x", ["x"]]
     value = next(value for value in values if value not in (None, "", [], 0) and accepts(path, value))
     for other in needs_of(path):
         [problem] = refused(tmp_path, BASE, f"{path}={json.dumps(value)}", f"{other}x=1")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -45,11 +47,11 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data import parts, readers, sources
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
-from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
+from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare, row_notes
 from fsdptrain.data.pack import best_fit_decreasing, cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.errors import CheckpointError, DataError, StorageError, WorkerLost
+from fsdptrain.errors import CheckpointError, DataError, RecipeError, StorageError, WorkerLost
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 
@@ -538,6 +540,67 @@ def test_rows_are_cut_dropped_and_counted(bpe: Any, tmp_path: Path) -> None:
     assert len(corpus) == 2
 
 
+# Of rows of 4, 40 and 104 tokens the last 2, 20 and 101 are trained. The last token of a piece predicts the next one.
+@pytest.mark.parametrize(
+    ("long_rows", "kept", "labels", "counts"),
+    [
+        (None, [4, 32, 32], [2, 12, 29], {"cut": 2}),
+        ("cut", [4, 32, 32], [2, 12, 29], {"cut": 2}),
+        ("drop", [4], [2], {"too_long": 2}),
+        ("split", [4, 32, 8, 32, 32, 32, 8], [2, 13, 7, 30, 32, 32, 7], {"split": 2}),
+    ],
+)
+def test_long_rows_are_cut_dropped_or_split(
+    bpe: Any, tmp_path: Path, long_rows: str | None, kept: list[int], labels: list[int], counts: dict[str, int]
+) -> None:
+    (word,) = bpe(" the").input_ids
+    rows = [{"prompt": " the" * a, "completion": " the" * b} for a, b in ((2, 1), (20, 19), (3, 100))]
+    corpus = corpus_from(
+        tmp_path, bpe, *rows, seq_len=32, packing="none", format="prompt_completion", long_rows=long_rows
+    )
+    assert corpus.pieces[:, 1].tolist() == kept and corpus.labels.tolist() == labels
+    assert {name: corpus.notes[name] for name in ("cut", "split", "too_long") if corpus.notes.get(name)} == counts
+    assert corpus.notes["label_tokens"] == sum(labels) and corpus.lengths.tolist() == [4, 40, 104]
+    assert (everything(corpus)["input_ids"] == word).sum() == sum(kept) - (3 if long_rows == "split" else 1)
+    [note] = itertools.chain(*row_notes(a_plan(tmp_path / "plan"), corpus, corpus))
+    assert note.startswith("2 of 3 rows (67%) ") and ("teaches not to stop" in note) == ("cut" in counts)
+
+
+def test_rows_that_are_all_too_long_are_an_error(bpe: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "completion": "word " * 100}] * 3
+    with pytest.raises(DataError, match=r"none of the 3 rows has a trained token; 3 are longer than data\.seq_len"):
+        corpus_from(tmp_path, bpe, *rows, seq_len=32, format="prompt_completion", long_rows="drop")
+
+
+def test_of_equal_rows_the_first_is_kept(bpe: Any, tmp_path: Path) -> None:
+    """Over files, and whatever their length: rows are equal if they have the same tokens, of which the same train."""
+    long = "a long row " * 20
+    files = {"a": ["one", "two", "one", long], "b": ["two", "three", long + "with another end", "one", "four"]}
+    for name, texts in files.items():
+        jsonl(tmp_path / f"{name}.jsonl", *({"prompt": "", "completion": text} for text in texts))
+    jsonl(tmp_path / "c.jsonl", {"prompt": "one", "completion": ""}, {"prompt": "on", "completion": "e"})
+    settings = {"seq_len": 32, "packing": "none", "format": "prompt_completion"}
+    whole, corpus = (corpus_of(tmp_path, bpe, drop_duplicates=drop, **settings) for drop in (False, True))
+    ends = [f"{text}{EOS}" for text in ("one", "two", "three", "four", "one", "one")]
+    (ends[4:], found) = ends[4:], [bpe.decode(ids) for ids in inputs(corpus)]
+    assert [text for text in found if not text.startswith("a long")] == ends and len(found) == 7
+    assert (whole.notes["tokens"], whole.notes["label_tokens"]) == (len(whole.tokens), whole.labels.sum())
+    assert corpus.notes["duplicates"] == 4 == len(whole) - len(corpus)
+    assert corpus.notes["tokens"] == corpus.pieces[:, 1].sum() and corpus.notes["label_tokens"] == corpus.labels.sum()
+    assert corpus.digest == whole.digest and corpus.name == whole.name  # the same rows, tokenised once
+    assert "4 of 11 rows (36%) dropped: the same tokens" in " ".join(
+        row_notes(a_plan(tmp_path / "plan"), corpus, corpus)[1]
+    )
+
+
+def test_no_copy_of_a_trained_row_is_held_out(bpe: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", *({"text": f"row {i % 50}"} for i in range(500)))
+    changes = {"data__path": str(path), "data__eval": {"fraction": 0.2}, "data__packing": "none"}
+    stream, held_out, corpus = prepare(a_plan(tmp_path, data__drop_duplicates=True, **changes), bpe, quiet)
+    train, held = ([bpe.decode(ids) for ids in inputs(each)] for each in (stream.corpus, corpus))
+    assert sorted(train + held) == sorted(f"row {i}{EOS}" for i in range(50)) and len(held) == len(held_out) == 10
+
+
 def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
     corpus = corpus_from(tmp_path, bpe, {"text": ""}, {"text": "Hello"}, {"text": ""}, seq_len=16)
     assert corpus.notes["dropped"] == 2
@@ -979,6 +1042,18 @@ def test_a_fraction_that_leaves_nothing_is_refused(bpe: Any, tmp_path: Path, fra
         prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
 
 
+def test_no_conversation_is_both_trained_and_held_out(chat: dict[str, Any], tmp_path: Path) -> None:
+    talks = [talk(*(f"talk {i} turn {j}" for j in range(8))) for i in range(30)]
+    path = jsonl(tmp_path / "talks.jsonl", *({"messages": messages} for messages in talks))
+    changes = {"data__path": str(path), "data__format": "chat", "data__seq_len": 512, "data__packing": "none"}
+    plan = a_plan(tmp_path, data__turns="split", data__eval={"fraction": 0.2}, **changes)
+    stream, _, held_out = prepare(plan, chat["chatml"], quiet)
+    sides = [{chat["chatml"].decode(ids).split()[2] for ids in inputs(each)} for each in (stream.corpus, held_out)]
+    assert [len(side) for side in sides] == [24, 6] and sides[0].isdisjoint(sides[1])
+    assert [len(each) for each in (stream.corpus, held_out)] == [4 * 24, 4 * 6]
+    assert (stream.corpus.notes["rows"], stream.corpus.notes["conversations"]) == (120, 30)
+
+
 def test_a_single_conversation_cannot_be_divided(chat: dict[str, Any], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["many turns"]})
     plan = a_plan(tmp_path, data__path=str(path), data__format="chat", data__eval={"fraction": 0.1})
@@ -1072,7 +1147,7 @@ def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None
 def test_rows_are_encoded_again_when_their_tokens_change_and_only_then(
     bpe: Any, tmp_path: Path, own_cache: Path
 ) -> None:
-    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
+    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b", "messages": TALKS["one turn"]}
     path = jsonl(tmp_path / "rows.jsonl", row, row)
     template = with_specials(bpe, eos_token=EOS)
     template.chat_template = CHATML
@@ -1084,6 +1159,10 @@ def test_rows_are_encoded_again_when_their_tokens_change_and_only_then(
         (bpe, {"columns": {"text": "other"}}, True), (bpe, both, True), (bpe, both | {"seq_len": 8}, False),
         (bpe, both | {"train_on": "all"}, True), (template, {}, True), (with_specials(bpe, bos="<s>"), {}, True),
         (bpe, both | {"separator": " "}, True), (bpe, {"eval": {"fraction": 0.5}}, False),
+        (bpe, {"long_rows": "drop"}, False), (bpe, {"drop_duplicates": True, "eval": {"fraction": 0.5}}, False),
+        *((template, {"format": "chat", "seq_len": 64, **change}, True) for change in (
+            {}, {"turns": "last"}, {"turns": "split"}, {"chat_template_kwargs": {"name": 1}},
+            {"chat_template_kwargs": {"name": 2}})),
     ]  # fmt: skip
     count = 0
     for tokenizer, change, is_other in changes:
@@ -1491,3 +1570,65 @@ def test_a_full_disk_of_the_cache_is_named() -> None:
 
     with pytest.raises(CheckpointError, match=r"no space: .* for the cache .*/data: free some, or set FSDPTRAIN_CACHE"):
         cached_folder("data", "a key that no other test has", write)
+
+
+def test_a_template_that_the_recipe_brings_is_in_the_export(bpe: Any, tmp_path: Path) -> None:
+    with_specials(bpe, *MARKS).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "mine.jinja").write_text(CHATML + "{# it's mine #}\n")
+    path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["system"]})
+    changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": str(tmp_path / "tokenizer")}
+    changes |= {"data__format": "chat", "data__packing": "none", "data__seq_len": 128}
+    found = []
+    for template in ("mine.jinja", CHATML + "{# it's mine #}\n"):  # a file beside the recipe, and a text
+        plan = Plan.from_json(a_plan(tmp_path, **changes, data__chat_template=template).to_json())
+        (tmp_path / "mine.jinja").unlink(missing_ok=True)  # the plan has it
+        loaded = load_tokenizer(plan, quiet)
+        found.append(fsdptrain.data.tokenizer.tokenizer_digest(loaded))
+        assert "data.chat_template" not in plan.identity()  # moved or written otherwise, it is the same
+    assert found[0] == found[1]
+    loaded.save_pretrained(tmp_path / "export")
+    served = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
+    (ids,) = inputs(prepare(plan, loaded, quiet)[0].corpus)
+    assert loaded.decode(ids) == served.apply_chat_template(TALKS["system"], tokenize=False)
+    assert served.chat_template == CHATML + "{# it's mine #}\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("none.jinja", "'none.jinja' was not found (looked in "),
+        ("empty.jinja", "'empty.jinja' is not a Jinja template"),
+        ("reference.jinja", "'reference.jinja' contains ${"),
+        ("bytes.jinja", "'bytes.jinja' cannot be read: "),
+        (".", "'.' cannot be read: "),
+        ("a\0b", "cannot be read: embedded null byte"),
+        (" ", "is empty"),
+        ("$HOME/a.jinja", "variables such as $HOME are not expanded"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str, message: str, tmp_path: Path) -> None:
+    files = {"empty": b"Hello", "reference": b"{{ messages }} costs ${1}", "bytes": b"{{ \xff }}"}
+    for name, content in files.items():
+        (tmp_path / f"{name}.jinja").write_bytes(content)
+    with pytest.raises(RecipeError, match=re.escape(message)) as caught:
+        a_plan(tmp_path, data__format="chat", data__chat_template=template)
+    assert [problem.field for problem in caught.value.problems] == ["data.chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enable_thinking", "the chat template does not read enable_thinking: remove it"),
+        ("add_generation_prompt", "add_generation_prompt is set by fsdptrain"),
+        ("tokenize", "tokenize is set by fsdptrain"),
+        ("messages", "messages is set by fsdptrain"),
+    ],
+)
+def test_variables_without_effect_are_refused(bpe: Any, name: str, message: str, tmp_path: Path) -> None:
+    bpe.save_pretrained(tmp_path / "tokenizer")
+    plan = a_plan(
+        tmp_path, data__format="chat", data__chat_template=CHATML, data__chat_template_kwargs={name: False},
+        model__tokenizer=str(tmp_path / "tokenizer"),
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match=rf"data\.chat_template_kwargs: {message}"):
+        load_tokenizer(plan, quiet)
