@@ -82,6 +82,11 @@ class ConversationRenderer:
                 f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
             ) from None
 
+    def prompt(self, messages: list[Message]) -> str:
+        """Return a conversation as text, up to where the assistant answers; raises DataError if it is rejected."""
+        with _limited_resources(), templates_on(self.day):
+            return self._apply_template(messages, None, prompt=True)
+
     def _render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
         text = self._apply_template(messages, tools)
         if tools and text == self._apply_template(messages, None):

@@ -150,6 +150,17 @@ class Corpus(EncodedRows):
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
         return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
 
+    def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
+        """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
+        lengths = np.array([len(row) for row in rows])
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.fromiter(itertools.chain.from_iterable(rows), np.uint32)
+        return dataclasses.replace(
+            self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
+            pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
+            labels=np.zeros_like(lengths),
+        )  # fmt: skip
+
     def show(self, tokenizer: Any) -> str:
         """Return the first row as text, with the trained parts in ⟦ ⟧."""
         length = int(self.ends[1])

@@ -99,9 +99,12 @@ class Reporter:
     def _scalars(self, kind: str, fields: Record) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
         values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
+        for number, (prompt, text) in enumerate(zip(fields.get("prompts", ()), fields.get("texts", ()), strict=True)):
+            values += text_pb(f"{kind}/{number}", f"{_as_block(prompt)}\n{_as_block(text)}").value
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
 
     def _purge(self, last: int) -> None:
@@ -109,6 +112,11 @@ class Reporter:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._board.add_event(Event(step=last + 1, session_log=SessionLog(status=SessionLog.START)))
+
+
+def _as_block(text: str) -> str:
+    """Return a text as a block of code in Markdown, which TensorBoard shows as it is."""
+    return "".join(f"    {line}\n" for line in text.splitlines() or [""])
 
 
 def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:

@@ -115,6 +115,11 @@ EVENTS = {
         {"step": COUNT, "loss": NUMBER, "perplexity": NUMBER, "tokens": COUNT},
         undone=True, on_board=True, trains=True,
     ),
+    "generated": EventKind(
+        "what the model writes behind the prompts of `eval.prompts` after `step`",
+        {"step": COUNT, "prompts": TEXTS, "texts": TEXTS},
+        undone=True, on_board=True, trains=True,
+    ),
     "save": EventKind(
         "the checkpoint of `step` is complete",
         {"step": COUNT, "path": TEXT, "bytes": COUNT, "seconds": SECONDS},

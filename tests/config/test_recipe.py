@@ -102,7 +102,7 @@ schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
-eval:     {every: null}
+eval:     {every: null, prompts: [], max_new_tokens: 64}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
 log:      {every: 1, tensorboard: true, forecast: true, profile: null}
