@@ -175,7 +175,7 @@ def _write_checkpoint(
         if out == rundir.export:
             return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
         done = what.write(tensors, out, progress, check=comparison.check)
-        return _fields(what, out, done) | comparison.fields
+        return {"step": manifest.step, **_fields(what, out, done), **comparison.fields}
 
 
 @contextlib.contextmanager
