@@ -692,7 +692,12 @@ def _opened_model(
 
     if dtype not in (None, *get_args(ComputeDtype)):
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
+    from fsdptrain.checkpoint.verify import is_model
+
     with _opened_run(model) as rundir:
+        if not (is_model(rundir.root) or rundir.plan.is_file()):
+            what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
+            raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
         with screen.busy("importing transformers"):
             from fsdptrain.inference.opened import opened_model
         with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:

@@ -22,6 +22,11 @@ from fsdptrain.text import size
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
+def is_model(folder: Path) -> bool:
+    """Return whether a folder has the configuration of a model or an adapter."""
+    return any(is_there(folder / name) for name in (CONFIG, ADAPTER_CONFIG))
+
+
 def survey(rundir: RunDir) -> dict[str, Any]:
     """Return the checkpoints and the export of a run and what is wrong with them, ready for JSON; reads every file.
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.reopen import open_adapter, open_model
-from fsdptrain.checkpoint.verify import CONFIG
+from fsdptrain.checkpoint.verify import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import reject_symlinks_outside
@@ -57,7 +57,7 @@ class OpenedModel:
 def opened_model(
     rundir: RunDir, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
-    """Open the export of a run, its checkpoint of `step`, or the Hugging Face folder `rundir.root`.
+    """Open the export of a run, its checkpoint of `step`, or the folder `rundir.root` of transformers or peft.
 
     Without an export the newest checkpoint is exported to a temporary folder. `dtype` is that of the weights and of
     computing, by default float32 on a CPU and that of training, or of the files, on a GPU. Raises RecipeError if there
@@ -74,17 +74,9 @@ def opened_model(
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
             folder, name = stack.enter_context(exported_for_now(rundir, plan, step, screen))
-        elif not is_model(folder):
-            what = "is not a folder" if not folder.is_dir() else f"has neither plan.json nor {CONFIG}"
-            raise RecipeError(f"{rundir.place} {what}: name a run folder, or a folder of transformers or peft")
         with screen.busy(f"opening {name}"):
             model, tokenizer = _open(folder, dtype or default_dtype(plan), trust_remote_code)
         yield OpenedModel(model, tokenizer, name, plan, rundir)
-
-
-def is_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter."""
-    return any(is_there(folder / name) for name in (CONFIG, ADAPTER_CONFIG))
 
 
 @contextlib.contextmanager

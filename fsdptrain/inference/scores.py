@@ -23,7 +23,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import column_names, peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, open_rows, pack_rows, row_notes
 from fsdptrain.data.sources import readable_files
-from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.errors import DataError, NoData, Problem, RecipeError
 from fsdptrain.folder.events import Progress, progress_record
 from fsdptrain.folder.storage import url_fault
 from fsdptrain.inference.opened import OpenedModel
@@ -91,7 +91,10 @@ def places_of_data(paths: Sequence[str]) -> list[str]:
     """Return the files, globs, folders, URLs or Hub data sets of `--data`; raises RecipeError or NoData for others."""
     if fault := next((fault for path in paths if (fault := path_fault(path) or url_fault(path))), None):
         raise RecipeError([Problem(fault, "--data")])
-    return [find_data(path, Path.cwd()) for path in paths]
+    try:
+        return [find_data(path, Path.cwd()) for path in paths]
+    except NoData as error:
+        raise NoData(str(error).replace("data.path", "--data", 1)) from None
 
 
 def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
