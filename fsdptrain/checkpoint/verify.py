@@ -13,7 +13,7 @@ from fsdptrain.attempts.manifest import checkpoint_problems, file_problem, parse
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
 from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.folder.ownership import ExportRecord, file_stamps, read_export_record
+from fsdptrain.folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.terminal.screen import Screen
@@ -126,7 +126,7 @@ def _differences(folder: Path, record: ExportRecord) -> list[str]:
     """Return how the files of an export differ from its record, one line each."""
     if record.fault:
         return [f"{record.fault}, so contents were not compared"]
-    names = sorted(record.files)
+    names = sorted(record.files.keys() - {CARD})
     entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compare = partial(file_problem, record="that in export.json")
