@@ -21,7 +21,7 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "folder", "terminal", "config", "plan", "forecast", "data", "model", "parallel", "attempts", "checkpoint",
-    "launch", "train", "simulate", "validate",
+    "launch", "train", "inference", "simulate", "validate",
 )  # fmt: skip
 LIGHT = ("", "folder", "terminal", "config", "plan", "forecast", "attempts", "launch")  # they import no torch
 LIGHT_MODULES = (  # in other packages
