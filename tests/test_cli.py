@@ -37,7 +37,7 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 
 COMMANDS = [
-    "", "run", "validate", "export", "submit", "status", "verify", "schema", "init", "recipes", "recipes list",
+    "", "run", "validate", "export", "submit", "status", "eval", "chat", "verify", "schema", "init", "recipes", "recipes list",
     "recipes show", "recipes copy",
 ]  # fmt: skip
 

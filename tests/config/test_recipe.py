@@ -553,8 +553,12 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
 
 def needed(path: str) -> list[str]:
     """Return overrides that give a key all that it needs to have an effect."""
-    any_set = {"data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "checkpoint.every": "5", "model.id": "org/name"}
-    return [f"{other}={values[0] if values else any_set[other]}" for other, values in needs_of(path).items()]
+    any_set = {
+        "data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "checkpoint.every": "5", "model.id": "org/name",
+        "eval.prompts": "[text]",
+    }  # fmt: skip
+    needs = {other: values[0] if values else any_set[other] for other, values in needs_of(path).items()}
+    return [word for other, value in needs.items() for word in (f"{other}={value}", *needed(other))]
 
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
