@@ -633,7 +633,7 @@ def evaluate(
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Compute the loss of a model on files. Rows are read as the run read them; one process computes, on a GPU or the CPU."""
+    """Compute the loss of a model on files. Rows are read as the run read them; one process computes."""
     from fsdptrain.config.formats import Format
     from fsdptrain.terminal.page import Page
 
@@ -667,7 +667,7 @@ def chat(
     dtype: DtypeOption = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to a model at a terminal. One that was not trained on conversations continues texts; Ctrl-C ends an answer."""
+    """Talk to a model at a terminal. One that has learned no conversations continues texts. Ctrl-C ends an answer."""
     with contextlib.ExitStack() as stack:
         with _screen_beside_result() as screen:  # its live line would be in the way of the answers
             opened = stack.enter_context(_opened_model(model, step, dtype, trust_remote_code, screen))

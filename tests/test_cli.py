@@ -37,8 +37,8 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 
 COMMANDS = [
-    "", "run", "validate", "export", "submit", "status", "eval", "chat", "verify", "schema", "init", "recipes", "recipes list",
-    "recipes show", "recipes copy",
+    "", "run", "validate", "export", "submit", "status", "eval", "chat", "verify", "schema", "init", "recipes",
+    "recipes list", "recipes show", "recipes copy",
 ]  # fmt: skip
 
 
