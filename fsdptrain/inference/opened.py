@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,8 @@ def opened_model(
             folder, name = stack.enter_context(exported_for_now(rundir, plan, step, screen))
         with screen.busy(f"opening {name}"):
             model, tokenizer = _open(folder, dtype or default_dtype(plan), trust_remote_code)
+        if plan and plan.recipe.adapter.kind == "qlora" and is_there(folder / ADAPTER_CONFIG):
+            screen.say("the weights of the base are not quantised here, as they were in training")
         yield OpenedModel(model, tokenizer, name, plan, rundir)
 
 
@@ -112,6 +115,7 @@ def _open(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     how |= {"unquantised": None} if (is_adapter := is_there(folder / ADAPTER_CONFIG)) else {}
     try:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
         model = (open_adapter if is_adapter else open_model)(str(folder), **how)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code may raise anything
