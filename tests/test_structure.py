@@ -21,7 +21,7 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "folder", "terminal", "config", "plan", "trackers", "forecast", "data", "model", "parallel", "attempts",
-    "checkpoint", "launch", "report", "train", "simulate", "validate",
+    "checkpoint", "launch", "report", "train", "inference", "simulate", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
     "", "folder", "terminal", "config", "plan", "trackers", "forecast", "attempts", "launch", "report",

@@ -121,6 +121,11 @@ EVENTS = {
         {"losses": NUMBERS},
         undone=True, on_board=True, trains=True,
     ),
+    "generated": EventKind(
+        "what the model writes behind the prompts of `eval.prompts` after `step`",
+        {"step": COUNT, "prompts": TEXTS, "texts": TEXTS},
+        undone=True, on_board=True, trains=True,
+    ),
     "save": EventKind(
         "the checkpoint of `step` is complete",
         {"step": COUNT, "path": TEXT, "bytes": COUNT, "seconds": SECONDS},

@@ -17,6 +17,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
 from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
+from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
@@ -123,6 +124,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
         day = pin_date(plan, tokenizer, plan.rundir, keep=False)
+        evaluated_prompts(plan.recipe, tokenizer, day)
         stream, held_out, eval_corpus = prepare(plan, tokenizer, findings.send_progress, day=day)
     except OSError as error:
         if not is_disk_full(error):
