@@ -37,12 +37,12 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.attempts.attempts import EarlierAttempts
     from fsdptrain.config.reader import LoadedRecipe
+    from fsdptrain.dryrun.findings import Outcome
+    from fsdptrain.dryrun.request import Request
     from fsdptrain.folder.rundir import RunDir
     from fsdptrain.inference.opened import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.findings import Outcome
-    from fsdptrain.validate.request import Request
 
 
 app = typer.Typer(
@@ -321,10 +321,10 @@ def validate(
             raise RecipeError(
                 f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
             )
+        from fsdptrain.dryrun.request import make_request
+        from fsdptrain.dryrun.summary import show_outcome
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
-        from fsdptrain.validate.request import make_request
-        from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -354,7 +354,7 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    from fsdptrain.validate.request import run_dry_run
+    from fsdptrain.dryrun.request import run_dry_run
 
     with _screen_beside_result() as screen:
         return run_dry_run(request, screen)
@@ -369,12 +369,12 @@ def _check_here(request: Request) -> Outcome:
     os.environ.update(worker_variables(launched))
     check_name(request.plan.topology, os.environ)
     if request.plan.topology.joined:
-        from fsdptrain.validate.here import check_ranks
+        from fsdptrain.dryrun.here import check_ranks
 
         with contextlib.redirect_stdout(sys.stderr):
             outcome = check_ranks(request)
     else:
-        from fsdptrain.validate.request import check_here
+        from fsdptrain.dryrun.request import check_here
 
         with _screen_beside_result() as screen:
             outcome = check_here(request, screen)
@@ -406,11 +406,11 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Tokenise and pack the data ahead of a run, with all cores. Interrupted, it continues where it was."""
+    """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
     written = find_recipe(recipe, overrides)
+    from fsdptrain.dryrun.request import make_request
     from fsdptrain.folder.events import progress_record
     from fsdptrain.processes import StopRequest
-    from fsdptrain.validate.request import make_request
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
     outcome = "before all was prepared; what was finished is kept; run the same command again"
@@ -577,9 +577,9 @@ def submit(
 
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
+    from fsdptrain.dryrun.request import make_request
+    from fsdptrain.dryrun.summary import show_outcome
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.request import make_request
-    from fsdptrain.validate.summary import show_outcome
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
@@ -808,8 +808,8 @@ def init(
     if not data or model is None:
         raise RecipeError("give --data and --model, or the configuration of another tool with --from")
     from fsdptrain.data.starter import read_starter
+    from fsdptrain.dryrun.proposal import propose, show_proposal
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:

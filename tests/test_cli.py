@@ -288,8 +288,6 @@ def test_the_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text()
     names = re.findall(r"^  (\w+) ", fsdptrain("-h").stdout.partition("Commands:")[2], re.MULTILINE)
     assert len(names) >= 7 and all(f"| `fsdptrain {name}" in readme for name in names)
-    for words in ("yaml-language-server: $schema=", "fsdptrain schema > ", "tensorboard --logdir runs"):
-        assert words in readme
 
 
 @pytest.mark.parametrize("after_s", [0.03, 0.06, 0.09, 0.12, 0.15])

@@ -35,6 +35,8 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.values import value_text
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.model import check_model
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
@@ -47,8 +49,6 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.preflight import prepare_model
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)
