@@ -200,7 +200,7 @@ class Checkpointer:
         """Do the work on rank 0; if it failed, raise the same CheckpointError, with its class, on all."""
         self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
-    def _from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
+    def from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
         result = [self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)]
         dist.broadcast_object_list(result, src=0, group=self.world.side)
@@ -231,7 +231,7 @@ class Checkpointer:
 
         Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
-        newest, damaged = self._from_rank_zero("list the checkpoints", self._newest_and_damaged)
+        newest, damaged = self.from_rank_zero("list the checkpoints", self._newest_and_damaged)
         self.raise_on_every_rank(
             None if newest or not damaged else f"only damaged checkpoints are left: {', '.join(damaged)}"
         )
@@ -242,7 +242,7 @@ class Checkpointer:
 
     def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
-        before = self._from_rank_zero("read the newest manifest", self._newest_identity)
+        before = self.from_rank_zero("read the newest manifest", self._newest_identity)
         problems = resume_problems(before, self.identity) if before else []
         if any(self.world.gather_objects(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
@@ -262,13 +262,13 @@ class Checkpointer:
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
-        steps = self._from_rank_zero("list the checkpoints", self.storage.steps)
+        steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
         for step in reversed(steps):
             folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
-                manifest = self._from_rank_zero(f"read {folder}", partial(read_manifest, folder))
+                manifest = self.from_rank_zero(f"read {folder}", partial(read_manifest, folder))
                 self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)

@@ -22,6 +22,7 @@ ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
+    "data.format": ("train",),
     "data.seq_len": ("parallel",),
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
@@ -222,7 +223,19 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
             )
-    for name in fields if data.format.is_chat else ():
+    if data.format.is_paired != (recipe.train.objective == "dpo"):
+        yield Problem(
+            f"{data.format} is trained with train.objective: dpo: set it" if data.format.is_paired else
+            f"{data.format} has no pairs for train.objective: dpo: use preference (prompt, chosen, rejected)",
+            "data.format",
+        )  # fmt: skip
+    if data.format.is_paired and data.train_on == "all":
+        yield Problem(
+            "all compares prompts, which are equal in both answers of a pair: use completion", "data.train_on"
+        )
+    if data.format.is_paired and data.packing == "concat":
+        yield Problem("concat divides pairs: use bfd or none", "data.packing")
+    for name in fields if data.format.renders_chat else ():
         if isinstance(data.columns.get(name), list):
             yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
 

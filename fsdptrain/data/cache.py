@@ -32,8 +32,7 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
 
     Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_dir(kind) / name
+    folder = _folder_of(kind, key)
     with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
         if is_intact(folder, read_much=False):  # many ranks may look at once, and do not wait for one another
             return folder
@@ -51,6 +50,16 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def find_cached(kind: str, key: Any) -> Path | None:
+    """Return the cache's folder for `key` if it is there and intact; raises as `cached_folder` does."""
+    folder = _folder_of(kind, key)
+    return folder if _check_intact(folder) else None
+
+
+def _folder_of(kind: str, key: Any) -> Path:
+    return cache_dir(kind) / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def scratch_beside(path: Path) -> Path:
@@ -99,7 +108,7 @@ MORE_SPACE = "free some, or set FSDPTRAIN_CACHE to a folder on another disk"
 
 
 def cache_dir(kind: str) -> Path:
-    """Return the cache's folder for one kind (data, digests, objects, packed or tokenizers), created if it is missing.
+    """Return the cache's folder for one kind (data, packed, tokenizers, …), created if it is missing.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.

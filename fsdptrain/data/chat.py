@@ -66,15 +66,17 @@ class ConversationRenderer:
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.finder = TurnFinder(self._apply_template, self.special, self.tokenizer.eos_token)
 
-    def __call__(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[str, list[Span]]:
-        """Return a conversation as text, and the spans of it to train, in order.
+    def __call__(
+        self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0
+    ) -> tuple[str, list[Span]]:
+        """Return a conversation as text, and the spans of it to train, in order; messages before `first` are a prompt.
 
         Raises DataError, which begins with `place`, when the template rejects the conversation, does not finish, leaves
         out tools or calls of tools, or when the assistant's content cannot be located.
         """
         try:
             with _limited_resources(), templates_on(self.day):
-                return self._render(self._with_texts(messages, tools), tools)
+                return self._render(self._with_texts(messages, tools), tools, first)
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         except (TimeoutError, MemoryError) as error:
@@ -82,7 +84,7 @@ class ConversationRenderer:
                 f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
             ) from None
 
-    def _render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+    def _render(self, messages: list[Message], tools: list[Any] | None, first: int) -> tuple[str, list[Span]]:
         text = self._apply_template(messages, tools)
         if tools and text == self._apply_template(messages, None):
             raise DataError(
@@ -95,10 +97,14 @@ class ConversationRenderer:
             spans = [(0, len(text))]
         elif self.marked_by_template:
             spans = self._generation_spans(messages, tools, text)
+            if before := sum(i < first for i in assistants):
+                if len(spans) != len(assistants):
+                    raise cannot_locate("does not mark each of the assistant's messages once")
+                spans = spans[before:]
         else:
             conversation = self.finder.mark(messages, tools, text)
             turns = {i: conversation.turn_span(i) for i in assistants}
-            spans = [span for span in turns.values() if span[1] > span[0]]
+            spans = [span for i, span in turns.items() if span[1] > span[0] and i >= first]
             check_order(spans, conversation.view.marks, messages)
             parts = {i: text[start:stop] for i, (start, stop) in turns.items()}
         for i, part in parts.items():

@@ -3,7 +3,7 @@
 The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
 for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once. Terms:
 
-    row       one document or conversation, as tokens
+    row       one document or conversation, as tokens; of preferences, a prompt with one of its two answers
     piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
     sequence  `seq_len` tokens: a row of a batch
 """
@@ -17,10 +17,10 @@ import itertools
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.encode import TRAINED, Encoder
-from fsdptrain.data.pack import Ints, cut_and_pack
+from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, listed
@@ -44,13 +44,20 @@ NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval")  # keys of `data` that 
 
 
 class Batch(TypedDict):
-    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the others."""
+    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the next two.
+
+    With preferences, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to: 2i the
+    chosen one of pair i, 2i + 1 the rejected one, and their count for padding. `reference` float64 [answers] are their
+    log-probabilities under the reference, 0 as long as these are not computed.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     documents: torch.Tensor
     longest: int
+    answers: NotRequired[torch.Tensor]
+    reference: NotRequired[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class EncodedRows:
     `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
     uint32 [rows read] tokens of every row before it was cut or dropped; `notes` counts of rows that were read, split,
     cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens; `name` the
-    digest of all that the stream was made from.
+    digest of all that the stream was made from. `paired`: every two rows are a pair, chosen and rejected, which stay in
+    one sequence.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -73,6 +81,12 @@ class EncodedRows:
     fingerprint: str
     name: str
     digest: str
+    paired: bool = field(default=False, kw_only=True)
+
+    @property
+    def wholes(self) -> Ints:
+        """The offsets of what is not divided among data sets: of rows, or of pairs."""
+        return self.ends[::2] if self.paired else self.ends
 
 
 @dataclass(frozen=True)
@@ -80,16 +94,29 @@ class Corpus(EncodedRows):
     """Rows that are cut into pieces and packed into sequences.
 
     `pieces` int64 [P, 3] (first token, length, end of its row), sequence by sequence; `offsets` int64 [B+1] of the
-    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence.
+    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence. `reference` float64 [R]: of pairs, the
+    log-probability of each row's trained tokens under the reference.
     """
 
     pieces: Ints
     offsets: Ints
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
+    reference: np.ndarray[Any, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def rows_of(self, numbers: Sequence[int]) -> Ints:
+        """Return the number of the row of each piece of sequences `numbers`, in order; the number -1 has none."""
+        chosen = [self.pieces[self.offsets[n] : self.offsets[n + 1], 0] for n in numbers if n >= 0]
+        return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *chosen]), side="right") - 1
+
+    def divisor(self, numbers: Sequence[int]) -> int:
+        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
+        if self.paired:
+            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
+        return int(self.labels[list(numbers)].sum())
 
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
@@ -116,14 +143,17 @@ class Corpus(EncodedRows):
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
-        positions = np.zeros(shape, np.int64)
+        positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         lengths: list[list[int]] = []
+        answer = 0
         for row, number in enumerate(numbers):
             at = length = 0  # the next free position of the sequence; the length of its last piece
             pieces = self.pieces[self.offsets[number] : self.offsets[number + 1]] if number >= 0 else self.pieces[:0]
             for start, length, end in pieces:
                 ids[row, at : at + length] = self.tokens[start : start + length]
                 positions[row, at : at + length] = np.arange(length)
+                answers[row, at : at + length] = answer
+                answer += 1
                 targets = slice(start + 1, min(start + length + 1, end))
                 shifted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
                 labels[row, at : at + len(shifted)] = shifted
@@ -132,13 +162,18 @@ class Corpus(EncodedRows):
                 positions[row, at:] = np.arange(length, length + self.seq_len - at)
             lengths.append([*pieces[:, 1].tolist(), self.seq_len - int(at)])
         documents, longest = document_bounds(lengths)
-        return {
+        batch: Batch = {
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
             "position_ids": torch.from_numpy(positions),
             "documents": documents,
             "longest": longest,
         }
+        if self.paired:
+            of_rows = np.zeros(answer) if self.reference is None else self.reference[self.rows_of(numbers)]
+            batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
+            batch["reference"] = torch.from_numpy(of_rows)
+        return batch
 
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
         """Return a corpus with the beginning of the first piece of sequences `numbers`, each in one of its own.
@@ -151,9 +186,12 @@ class Corpus(EncodedRows):
         return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
 
     def show(self, tokenizer: Any) -> str:
-        """Return the first row as text, with the trained parts in ⟦ ⟧."""
-        length = int(self.ends[1])
-        shown = slice(0, min(length, 400))
+        """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧."""
+        return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
+
+    def _show_row(self, row: int, tokenizer: Any) -> str:
+        first, length = int(self.ends[row]), int(self.ends[row + 1] - self.ends[row])
+        shown = slice(first, first + min(length, 400))
         ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # of the trained parts
         # Decoded from the beginning each time: a part decoded alone may lose its first space.
@@ -184,7 +222,8 @@ def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
         return batch
     own: dict[str, Any] = {
         name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
-        for name in ("input_ids", "labels", "position_ids")
+        for name in ("input_ids", "labels", "position_ids", "answers")
+        if name in batch
     }
     return cast(Batch, {**batch, **own})
 
@@ -219,6 +258,10 @@ class Stream:
     def label_tokens(self, positions: Sequence[int]) -> int:
         """Return how many label tokens the sequences at these positions have in total."""
         return int(self.corpus.labels[self.at(positions)].sum())
+
+    def divisor(self, positions: Sequence[int]) -> int:
+        """Return by what the loss at these positions is divided; see `Corpus.divisor`."""
+        return self.corpus.divisor(self.at(positions))
 
     def digest(self, positions: Sequence[int]) -> str:
         """Return a short digest of the sequence numbers at these positions, with which runs are compared."""
@@ -290,16 +333,19 @@ def pack_rows(
     names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
-        starts, stops, held, divided = rows.ends[:-1], rows.ends[1:], np.zeros(len(rows.ends) - 1, bool), 0
+        ends = rows.wholes
+        starts, stops, held, divided = ends[:-1], ends[1:], np.zeros(len(ends) - 1, bool), 0
         if fraction is not None:
-            starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format.long_rows == "split")
+            starts, stops, held, divided = choose_held_out(ends, fraction, seed, data.format.long_rows == "split")
         for name, side in zip(names, (~held, held), strict=False):
             pieces, offsets, labels = cut_and_pack(
                 starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
             )
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(rows.ends) - 1} rows leaves none {use}")
+                raise DataError(f"data.eval: fraction {fraction} of {len(ends) - 1} rows leaves none {use}")
+            if rows.paired:
+                pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
@@ -310,7 +356,7 @@ def pack_rows(
         Corpus(
             **vars(rows)
             | {"notes": notes}
-            | {field: _array(folder / f"{name}-{kind}.npy") for field, kind in _PACKED.items()}
+            | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
         )
         for name in names
     ]
@@ -377,7 +423,7 @@ def open_rows(
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
         **flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name,
+        name=folder.name, paired=data.format.is_paired,
     )  # fmt: skip
 
 

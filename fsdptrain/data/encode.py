@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import ConversationRenderer
-from fsdptrain.data.columns import prompt_and_trained
+from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
 from fsdptrain.data.turns import Span
 from fsdptrain.errors import DataError
 
@@ -47,21 +47,33 @@ class Encoder:
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
-            ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format.is_chat else None
+            ConversationRenderer(tokenizer, data.train_on == "all", day)
+            if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template)
+            else None
         )
         self.lengths = array("I")  # tokens of each row, before it is cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode a batch of rows; rows without a trained token are dropped and counted."""
-        for ids, mask in (self._conversations if self.data.format.is_chat else self._texts)(rows):
-            self.lengths.append(len(ids))
-            if len(ids) > self.data.seq_len and self.data.long_rows != "continued":
+        """Encode a batch of rows; rows without a trained token are dropped and counted.
+
+        The two answers of a pair are kept or dropped together, and cut where both together fit into a sequence.
+        """
+        if self.data.format.is_paired:
+            encoded = self._pairs(rows)
+            wholes: Iterable[Sequence[Row]] = zip(encoded, encoded, strict=True)
+        else:
+            wholes = ([row] for row in (self._conversations if self.data.format.is_chat else self._texts)(rows))
+        for whole in wholes:
+            sizes, size = [len(ids) for ids, _ in whole], self.data.seq_len
+            self.lengths.append(sum(sizes))
+            if sum(sizes) > size and self.data.long_rows != "continued":
                 self.counts[self.data.long_rows] += 1
-                if self.data.long_rows == "cut":
-                    ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
-            if TRAINED in mask[1:]:
-                yield ids, mask
+                if self.data.long_rows == "cut":  # of two answers, the longer one gets what the other leaves
+                    limit = max(size // len(whole), size - sum(sizes) + max(sizes))
+                    whole = [(ids[:limit], mask[:limit]) for ids, mask in whole]
+            if all(TRAINED in mask[1:] for _, mask in whole):
+                yield from whole
             else:
                 self.counts["dropped"] += 1
 
@@ -82,6 +94,23 @@ class Encoder:
         assert self.render_conversation is not None
         rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]
         yield from self._encode_masked([text for text, _ in rendered], [spans for _, spans in rendered])
+
+    def _pairs(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        """Encode each row as two: its prompt with the chosen answer, then with the rejected one."""
+        parts = [(row, row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")]
+        spans_of: list[list[Span]] = []
+        texts = []
+        for row, prompt, answer in parts:
+            text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
+            if "place" in row:
+                if self.render_conversation is None:
+                    raise DataError(f"{row['place']}: the tokenizer has no chat template, which messages need")
+                text, spans = self.render_conversation(text, row.get("tools"), row["place"], len(prompt))
+            texts.append(text)
+            spans_of.append(spans)
+        encoded = self._encode_masked(texts, spans_of)
+        for (row, *_), (ids, mask) in zip(parts, encoded, strict=True):
+            yield (ids, mask) if "place" in row else self._with_begin_and_end(ids, mask)
 
     def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
         """Add the tokens that the tokenizer puts before every text, and a trained end of sequence, where missing."""
@@ -156,7 +185,7 @@ class Encoder:
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)
             counts = [
-                _common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
+                common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
                 for edge in edges
             ]
             yield ids, counts
@@ -205,8 +234,3 @@ def _tokens_before(found: Any, edge: int, size: int) -> int | None:
     if token == 0:
         return 0 if found.token_to_chars(0)[0] >= edge else None
     return token if found.token_to_chars(token)[0] >= edge == found.token_to_chars(token - 1)[1] else None
-
-
-def _common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two lists have in common at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

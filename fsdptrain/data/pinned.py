@@ -57,7 +57,7 @@ def pin_date(plan: Plan, tokenizer: Any, rundir: RunDir, keep: bool = True) -> d
     It is that of the day on which the run begins. `keep` writes it. Raises CheckpointError when the pinned one cannot
     be read.
     """
-    if not plan.recipe.data.format.is_chat or "strftime_now" not in str(tokenizer.chat_template):
+    if not plan.recipe.data.format.renders_chat or "strftime_now" not in str(tokenizer.chat_template):
         return None
     today = datetime.datetime.now().date()
     pinned = _pin(rundir, keep, lambda pinned: {"date": pinned.get("date", today.isoformat())})

@@ -109,7 +109,7 @@ def _training_texts(plan: Plan) -> Iterator[str]:
     data = plan.recipe.data
     for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
         for row in rows:
-            for value in (row[field] for field in data.format.fields):
+            for value in (row[field] for field in ("prompt", *data.format.fields) if field in row):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:
                     yield from [part["text"] for part in content] if isinstance(content, list) else [content]

@@ -26,6 +26,7 @@ from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
+from fsdptrain.train.reference import with_reference
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -137,11 +138,12 @@ class Trainer:
         optimizer, steps_made = load_state(model, session, inputs, checkpointer)
         check_replicas(model, world)
         session.watchdog.reset()
+        scale = checkpointer.loss_scale
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
+        inputs = with_reference(session, inputs, engine, checkpointer)
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, fields)
-        scale = checkpointer.loss_scale
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -220,7 +222,7 @@ class Trainer:
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         stop = bool(self.session.stop.count)
-        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.label_tokens, lr, stop, data_s))
+        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s))
 
     def read_steps(self, keep: int = 0) -> bool:
         """Wait for the queued steps, except the newest `keep`, and report them.
@@ -264,6 +266,7 @@ class Trainer:
                 step=step + 1,
                 epoch=(step + 1) * self.plan.recipe.train.global_batch_size / len(self.stream),
                 loss=stats.loss,
+                **stats.measures,
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
                 **({"loss_scale": stats.loss_scale} if self.engine.loss_scale else {}),
@@ -325,7 +328,7 @@ class Trainer:
         Ranks that share a row get the numbers of one another in attention.
         """
         samples: dict[str, list[int]] = {}
-        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.label_tokens):
+        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
             micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
             others = [rank for rank in self.plan.ranks_of_row(source.rank) if rank != source.rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
@@ -347,8 +350,9 @@ class Trainer:
         stops = StopPoll(self.world, self.session.stop)
         result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)
         if result is not None:
-            loss, tokens = result
-            self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+            loss, tokens, measures = result
+            fields = measures or {"perplexity": math.exp(min(loss, 700.0))}
+            self.reporter.event("eval", step=done, loss=loss, tokens=tokens, **fields)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return result is None
