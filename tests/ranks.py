@@ -95,10 +95,10 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     made = []
     for step in range(first, steps):
         batches = batches_of(run.plan, run.stream, step, run.world.rank)
-        tokens = run.stream.label_tokens(run.plan.step_positions(step))
+        divisor = run.stream.divisor(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
-        [stats] = run.engine.read([run.engine.step(step, batches, tokens, lr)])
-        made.append([stats.loss, stats.grad_norm])
+        [stats] = run.engine.read([run.engine.step(step, batches, divisor, lr)])
+        made.append([stats.loss, stats.grad_norm, *stats.measures.values()])
     return made
 
 
@@ -136,7 +136,7 @@ def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compile
             except RecipeError as error:
                 found[name] = {"refused": str(error)}
                 continue
-            loss, _ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
+            loss, *_ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
             logits = [row[:8].sum(0).tolist() for row in run.sample().logits]  # of the first rank
             found[name] = {"evaluation": loss, "curve": curve(run, steps), "logits": logits}
     return found

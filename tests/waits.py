@@ -112,7 +112,7 @@ def trainer_of(engine: Engine) -> Trainer:
         watchdog=SimpleNamespace(reset=lambda **_: None),
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
-    corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
+    corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan), divisor=len)
     stream = PretendedStream()
     inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
@@ -123,4 +123,4 @@ def trainer_of(engine: Engine) -> Trainer:
 
 
 def inputs_of(plan: Plan, step: int) -> StepInputs:
-    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1)
+    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1, 1)

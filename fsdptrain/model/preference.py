@@ -36,7 +36,7 @@ def answer_sums(log_probs: torch.Tensor, batch: Batch, context: Exchange | None)
 def dpo_loss(
     log_probs: torch.Tensor, batch: Batch, dpo: Dpo, divisor: Divisor, context: Exchange | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a micro-batch's pairs and its summed MEASURES [4], both over `divisor`, in float32.
+    """Return the summed loss of a micro-batch's pairs over `divisor`, float32, and their summed MEASURES, float64 [4].
 
     Of ranks that share rows each returns its part: they add up to the whole.
     """
@@ -49,7 +49,7 @@ def dpo_loss(
     if dpo.sft_weight:
         losses = losses - dpo.sft_weight * sums[::2] / tokens[::2]
     loss = losses.sum() / divisor
-    measures = torch.stack([chosen.sum(), rejected.sum(), margin.sum(), (margin > 0).double().sum()]).detach() / divisor
+    measures = torch.stack([chosen, rejected, margin, (margin > 0).double()]).detach().sum(dim=1)
     if context is not None:  # each computes the same loss, of which the gradient is that of its own tokens
         loss, measures = loss - loss.detach() * (1 - 1 / context.ranks), measures / context.ranks
-    return loss.float(), measures.float()
+    return loss.float(), measures

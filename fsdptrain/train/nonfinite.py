@@ -52,7 +52,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
         engine.seed(step)
         begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
         for number, batch in enumerate(batches):
-            loss, _ = engine.loss(batch, divisor or 1)
+            loss = engine.loss(batch, divisor or 1)
             bad_operators = watch_operators(loss)
             loss.backward()
             engine.drop_gradients()

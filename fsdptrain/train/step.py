@@ -113,7 +113,8 @@ class Engine:
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
-        self._learns_pairs = plan.recipe.train.objective == "dpo"
+        pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
+        self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
         self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
 
     def step(
@@ -126,7 +127,7 @@ class Engine:
         rank is not finite, in this step or in an earlier one that was not read yet.
         """
         began = time.perf_counter() - data_s
-        loss, measures = self.accumulate(step, batches, divisor)
+        loss = self.accumulate(step, batches, divisor)
         # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
@@ -136,7 +137,8 @@ class Engine:
         memory = (self.world.peak_memory(), *self.world.allocator_counts())
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         unscaled = square / scale.square() if self.loss_scale else square[None]
-        numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64), measures]
+        numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
+        numbers.append(self._measures / (divisor or 1))
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._home)
@@ -179,43 +181,34 @@ class Engine:
             measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
         )
 
-    def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward and backward on the micro-batches.
-
-        Return this rank's part of the mean loss (float32, scalar), and of MEASURES (float32 [4], or [0] without pairs).
-        """
+    def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> torch.Tensor:
+        """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
         self.seed(step)
         total = torch.zeros((), device=self.world.device)
-        measures = self._no_measures()
+        self._measures.zero_()
         self.model.train()
         for i, batch in enumerate(batches):
             begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
             count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
             if self.loss_scale:  # divided, not multiplied: the chunked loss computes gradients as it is computed
                 scale = self.loss_scale.value.to(self.world.device)
-                loss, measured = self.loss(batch, count / scale)
+                loss = self.loss(batch, count / scale)
                 total += loss.detach() / scale
-                measures += measured / scale
             else:
-                loss, measured = self.loss(batch, count)
+                loss = self.loss(batch, count)
                 total += loss.detach()
-                measures += measured
             loss.backward()
             self.on_progress()
-        return total, measures
-
-    def _no_measures(self) -> torch.Tensor:
-        """Return zeros for the measures of the loss, float32 [4], or [0] if it has none."""
-        return torch.zeros(len(MEASURES) * self._learns_pairs, device=self.world.device)
+        return total
 
     def seed(self, step: int) -> None:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
-    def loss(self, batch: Batch, divisor: Divisor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
 
-        With it come its measures, divided by the same. It is 0 if all labels are masked. Raises RecipeError if the
+        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Raises RecipeError if the
         architecture cannot be computed with these units or dtypes.
         """
         try:
@@ -253,19 +246,21 @@ class Engine:
             inputs["context"] = self.world.context
         return inputs
 
-    def _loss(self, batch: Batch, divisor: Divisor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         train = self.plan.recipe.train
-        if self._learns_pairs:
-            return dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.context)
+        if train.objective == "dpo":
+            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.context)
+            self._measures += measures
+            return loss
         inputs = self._inputs(batch)
         if train.loss == "chunked":
-            loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
-            return loss, self._no_measures()
+            total: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
+            return total
         logits = self.model(**inputs).logits
         total = functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return total / divisor, self._no_measures()
+        return total / divisor
 
     def _log_probs(self, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each label of a micro-batch on the device, float32 [T], 0 without a label."""
@@ -335,16 +330,16 @@ class Engine:
         Returns None if `stops` returned True. Every rank computes a share of them, padded to equal counts. `stops` is
         called before every micro-batch and must return the same on every rank.
         """
-        total = torch.zeros(1 + len(self._no_measures()), dtype=torch.float64, device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._measures.zero_()
         with self.forward_only():
             for mine in self._shares(numbers):
                 if stops():
                     return None
-                loss, measures = self.loss(self._own_part(corpus.batch(mine)), divisor=1)
-                total += torch.cat([loss[None], measures]).double()
+                total += self.loss(self._own_part(corpus.batch(mine)), divisor=1).double()
                 self.on_progress()
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
-        loss_sum, *sums = (self.world.gather(total).sum(axis=0) / divisor).tolist()
+        loss_sum, *sums = (self.world.gather(torch.cat([total[None], self._measures])).sum(axis=0) / divisor).tolist()
         return loss_sum, tokens, dict(zip(MEASURES, sums, strict=bool(sums)))
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:

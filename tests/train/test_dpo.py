@@ -1,0 +1,85 @@
+"""Learning from preferences (DPO): every layout gives the curve of a plain loop that holds a second model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
+from support import SHAKESPEARE, TINY, on_ranks, strategies, write_recipe
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+STEPS, BATCH, LR = 5, 8, 1e-3
+LIMIT = 1e-6  # relative to the larger of the value and 1, in float32
+ALL_KEYS = ["train.dpo.beta=0.5", "train.dpo.label_smoothing=0.1", "train.dpo.sft_weight=0.3"]
+
+
+def write_pairs(path: Path, count: int = 150) -> None:
+    """Write pairs of very different lengths: the next lines of a speech, and the words of other lines."""
+    speeches = [each.split("\n") for each in SHAKESPEARE.read_text().split("\n\n")]
+    speeches = [lines for lines in speeches if len(lines) > 2][: 2 * count]
+    with path.open("w") as file:
+        for (name, first, *rest), (_, other, *_) in zip(speeches[::2], speeches[1::2], strict=True):
+            wrong = " ".join(reversed(other.split()))
+            file.write(json.dumps({"prompt": f"{name}\n{first}\n", "chosen": rest[0], "rejected": wrong}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a recipe that starts from a random Llama, with several pairs in every sequence."""
+    tmp = tmp_path_factory.mktemp("dpo")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp / "model")
+    write_pairs(tmp / "pairs.jsonl")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, optim__lr=LR,
+        data={"path": str(tmp / "pairs.jsonl"), "format": "preference", "seq_len": 192, "eval": {"fraction": 0.2}},
+        train={"steps": STEPS, "global_batch_size": BATCH, "objective": "dpo"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batches(recipe: Path) -> list[Documents]:
+    """Return the documents of each step, which are not packed."""
+    found = batches_of(stream_of(recipe)[0], BATCH, STEPS)
+    assert all(len(labels) > 2 * BATCH for _, _, labels in found), "no sequence has several pairs"
+    assert len({len(labels) for _, _, labels in found}) > 1, "every batch has as many pairs"
+    return found
+
+
+def assert_agree(
+    world: int, variants: dict[str, list[str]], recipe: Path, batches: list[Documents], tmp: Path, *dpo: float
+) -> None:
+    torch.set_num_threads(1)
+    expected = plain_dpo(str(recipe.parent / "model"), batches, cosine_rates(LR, STEPS), dpo or (0.1, 0.0, 0.0))
+    assert expected[0][0] != expected[-1][0] and abs(expected[-1][4]) > 0.05, "nothing is learned"
+    ranks = on_ranks(world, "curves", tmp / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
+    assert all(other == ranks[0] for other in ranks), "ranks report different curves"
+    for name, curve in ranks[0].items():
+        worst = np.abs(np.subtract(curve, expected)) / np.maximum(1, np.abs(expected))
+        print(f"{name:40} loss, norm, chosen, rejected, margin, accuracy: {worst.max(axis=0)}")
+        assert worst.max() < LIMIT, name
+
+
+def layouts(world: int) -> dict[str, list[str]]:
+    """Return every strategy, by turns with two micro-batches whose gradients are held, and with four."""
+    return {
+        f"{name} × {world} / {count}": [
+            *words,
+            f"train.micro_batch_size={BATCH // world // count}",
+            f"fsdp.accumulation={'hold' if count == 2 else 'reduce'}",
+        ]
+        for (name, words), count in zip(strategies(world).items(), (2, 4, 2, 4, 2), strict=False)
+    }
+
+
+def test_curves_agree_with_the_plain_loop(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
+    assert_agree(2, layouts(2), recipe, batches, tmp_path)
+
+
+def test_all_keys_agree_with_the_plain_loop_on_one_rank(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
+    variants = {"chunked": ALL_KEYS, "plain": [*ALL_KEYS, "train.loss=plain"]}
+    assert_agree(1, variants, recipe, batches, tmp_path, 0.5, 0.1, 0.3)
