@@ -11,6 +11,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -70,6 +71,7 @@ from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 loss_chunks = loss.loss_chunks
+answer_log_probs = engine_module.Engine.answer_log_probs
 
 
 def flops(recipe: str, overrides: list[str]) -> list[float]:
@@ -100,6 +102,35 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
         [stats] = run.engine.read([run.engine.step(step, batches, divisor, lr)])
         made.append([stats.loss, stats.grad_norm, *stats.measures.values()])
     return made
+
+
+def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
+    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is another cache.
+
+    `found` is whether a run of the same start takes the reference from the cache. `refused` is the message of a resume
+    that finds it nowhere, and of one in which the file of the run is damaged.
+    """
+    with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
+        run = build(recipe, [])
+        made = curve(run, 2)
+        run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
+        made += curve(run, 4, 2)
+        held_out = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
+        kept = run.session.rundir.reference
+        calls = [passes.call_count]
+        os.environ["FSDPTRAIN_CACHE"] = emptied  # as on another host
+        resumed = build(recipe, [])
+        rest = curve(resumed, 4, resumed.engine.steps_made)
+        again = resumed.engine.evaluate(resumed.inputs.eval_corpus, resumed.inputs.held_out)
+        calls.append(passes.call_count)
+    refused = []
+    for spoil in (lambda: next(kept.glob("*.npy")).write_bytes(b"x"), lambda: shutil.rmtree(kept)):
+        spoil()
+        try:
+            build(recipe, [])
+        except CheckpointError as error:
+            refused.append(str(error))
+    return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:

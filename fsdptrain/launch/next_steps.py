@@ -89,7 +89,7 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
-        text = QUESTION + data.separator if data.format.has_prompt else "Once upon a time"
+        text = QUESTION + data.separator if data.format.has_prompt or data.format.is_paired else "Once upon a time"
         encode = f'tokenizer({_literal(text)}, return_tensors="pt").input_ids'
     return [
         *imports,

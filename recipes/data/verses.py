@@ -20,7 +20,9 @@ def make_rows() -> dict[str, list[dict[str, str]]]:
     speeches = dict.fromkeys(tuple(part.split("\n")[:3]) for part in text.strip().split("\n\n"))  # each once
     drawn = random.Random(0)
     rows = []
-    for speech in drawn.sample([each for each in speeches if len(each) == 3 and len(each[2].split()) > 3], TRAIN + TEST):
+    for speech in drawn.sample(
+        [each for each in speeches if len(each) == 3 and len(each[2].split()) > 3], TRAIN + TEST
+    ):
         words = speech[2].split()
         while words == speech[2].split():
             drawn.shuffle(words)

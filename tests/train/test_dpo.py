@@ -98,3 +98,16 @@ def test_every_layout_agrees_with_the_plain_loop(
 def test_all_keys_agree_with_the_plain_loop_on_one_rank(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
     variants = {"chunked": ALL_KEYS, "plain": [*ALL_KEYS, "train.loss=plain"]}
     assert_agree(1, variants, recipe, batches, tmp_path, 0.5, 0.1, 0.3)
+
+
+def test_a_resume_on_another_host_has_the_reference_of_the_start(recipe: Path, tmp_path: Path) -> None:
+    words = {"recipe": str(recipe), "emptied": str(tmp_path / "cache")}
+    (found,) = on_ranks(1, "preferences_resumed", tmp_path / "rank", **words)
+    assert found["resumed"] == found["curve"][2:]
+    held_out, again = found["held out"]
+    assert held_out == again and held_out[2]["margin"] == pytest.approx(
+        held_out[2]["rewards_chosen"] - held_out[2]["rewards_rejected"]
+    )
+    assert found["passes"] == [2, 2], "of the trained and the held-out pairs, once"
+    damaged, missing = found["refused"]
+    assert "reference is missing or damaged" in damaged and damaged == missing
