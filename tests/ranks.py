@@ -11,7 +11,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -105,12 +104,13 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 
 
 def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
-    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is another cache.
+    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is a folder for caches.
 
-    `found` is whether a run of the same start takes the reference from the cache. `refused` is the message of a resume
-    that finds it nowhere, and of one in which the file of the run is damaged.
+    `passes` counts those over data sets: of the run, of another one with the same start, and of the resume without the
+    cache. `refused` is the message of a resume in which the run's file is damaged.
     """
     with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
         run = build(recipe, [])
         made = curve(run, 2)
         run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
@@ -118,18 +118,19 @@ def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
         held_out = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
         kept = run.session.rundir.reference
         calls = [passes.call_count]
-        os.environ["FSDPTRAIN_CACHE"] = emptied  # as on another host
+        other = build(recipe, [f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
+        assert (other.stream.corpus.reference == run.stream.corpus.reference).all()
+        calls.append(passes.call_count)
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
         resumed = build(recipe, [])
         rest = curve(resumed, 4, resumed.engine.steps_made)
         again = resumed.engine.evaluate(resumed.inputs.eval_corpus, resumed.inputs.held_out)
         calls.append(passes.call_count)
-    refused = []
-    for spoil in (lambda: next(kept.glob("*.npy")).write_bytes(b"x"), lambda: shutil.rmtree(kept)):
-        spoil()
-        try:
-            build(recipe, [])
-        except CheckpointError as error:
-            refused.append(str(error))
+    next(kept.glob("*.npy")).write_bytes(b"x")
+    try:
+        refused = build(recipe, []).plan.run_dir
+    except CheckpointError as error:
+        refused = str(error)
     return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
 
 

@@ -42,9 +42,10 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
         (inputs.stream.corpus, inputs.stream.numbers.tolist()), (inputs.eval_corpus, inputs.held_out)
     ]  # fmt: skip
     sums: Sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus, _ in corpora}
-    key = _cache_key(inputs, engine, [*sums])
     resumed = engine.steps_made > 0
-    found = checkpointer.from_rank_zero("read the reference", functools.partial(_read, session, key, resumed, [*sums]))
+    key = None if resumed else _cache_key(inputs, engine, [*sums])  # the files may have changed since the start
+    read = functools.partial(_kept, session.rundir.reference) if resumed else functools.partial(_cached, key)
+    found = checkpointer.from_rank_zero("read the reference", functools.partial(read, [*sums]))
     if not found:
         for corpus, numbers in corpora:
             _compute(session, engine, corpus, numbers, sums[corpus.digest])
@@ -52,7 +53,8 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
         each[:] = found[digest] if found else _summed(each, engine)
         if not np.isfinite(each).all():
             raise NonFiniteError("the reference: the model at the start gives an answer no finite log-probability")
-    checkpointer.from_rank_zero("keep the reference", functools.partial(_write, session, key, sums))
+    if not resumed:
+        checkpointer.from_rank_zero("keep the reference", functools.partial(_write, session, key, sums))
     train, held_out = (dataclasses.replace(corpus, reference=sums[corpus.digest]) for corpus, _ in corpora)
     return dataclasses.replace(inputs, stream=dataclasses.replace(inputs.stream, corpus=train), eval_corpus=held_out)
 
@@ -92,25 +94,26 @@ def _cache_key(inputs: Inputs, engine: Engine, rows: list[str]) -> Any:
 NUMBERS_DEPEND_ON = ("model.", "adapter.kind", "fsdp.mixed_precision.", "train.float8")  # and on the rows as tokens
 
 
-def _read(session: Session, key: Any, resumed: bool, rows: list[str]) -> Sums | None:
-    """Return the numbers of all rows: for a resume those of the run, else those of the cache; None if it has none."""
-    own = session.rundir.reference
-    folders = [own] if resumed and is_intact(own) else []
-    folders += [cached] if key is not None and (cached := find_cached("reference", key)) else []
-    for folder in folders:
-        if all((folder / f"{digest}.npy").is_file() for digest in rows):
-            return {digest: np.load(folder / f"{digest}.npy") for digest in rows}
-    if resumed:
-        what = "is of other held-out data (data.eval)" if is_intact(own) else "is missing or damaged"
-        raise CheckpointError(
-            f"{own} {what}, and the log-probabilities under the reference cannot be computed from trained weights: "
-            "restore it, or choose another output_dir"
-        )
-    return None
+def _cached(key: Any, rows: list[str]) -> Sums | None:
+    """Return the numbers in the cache, None if it has none."""
+    folder = None if key is None else find_cached("reference", key)
+    return None if folder is None else {digest: np.load(folder / f"{digest}.npy") for digest in rows}
+
+
+def _kept(folder: Path, rows: list[str]) -> Sums:
+    """Return the numbers in the run folder; raise CheckpointError unless it has those of all rows."""
+    intact = is_intact(folder)
+    if intact and all((folder / f"{digest}.npy").is_file() for digest in rows):
+        return {digest: np.load(folder / f"{digest}.npy") for digest in rows}
+    what = "is of other held-out data (data.eval)" if intact else "is missing or damaged"
+    raise CheckpointError(
+        f"{folder} {what}, and the log-probabilities under the reference cannot be computed from trained weights: "
+        "restore it, or choose another output_dir"
+    )
 
 
 def _write(session: Session, key: Any, sums: Sums) -> None:
-    """Write the numbers into the run folder, and into the cache, unless they are there."""
+    """Write the numbers into the cache and into the run folder."""
 
     def write(folder: Path) -> None:
         for digest, each in sums.items():
