@@ -111,7 +111,8 @@ def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
     """
     with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
         os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
-        run = build(recipe, [])
+        own = [f"output_dir={emptied}/own"]
+        run = build(recipe, own)
         made = curve(run, 2)
         run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
         made += curve(run, 4, 2)
@@ -122,13 +123,13 @@ def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
         assert (other.stream.corpus.reference == run.stream.corpus.reference).all()
         calls.append(passes.call_count)
         os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
-        resumed = build(recipe, [])
+        resumed = build(recipe, own)
         rest = curve(resumed, 4, resumed.engine.steps_made)
         again = resumed.engine.evaluate(resumed.inputs.eval_corpus, resumed.inputs.held_out)
         calls.append(passes.call_count)
     next(kept.glob("*.npy")).write_bytes(b"x")
     try:
-        refused = build(recipe, []).plan.run_dir
+        refused = build(recipe, own).plan.run_dir
     except CheckpointError as error:
         refused = str(error)
     return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
