@@ -316,7 +316,7 @@ FOREIGN_NAMES = {
     _CODE: "trust_remote_code",
     _SECRET: "token hf_token use_auth_token hub_token",
     "not supported, except DPO: set data.format: preference, train.objective: dpo and train.dpo.beta": (
-        "rl reward_model beta dpo_* simpo_* kto_* reward_*"
+        "rl reward_model dpo_* simpo_* kto_* reward_*"
     ),
 }
 

@@ -100,7 +100,8 @@ parallel:
 optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
-  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
+  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, objective: next_token,
+   dpo: {beta: 0.1, label_smoothing: 0.0, sft_weight: 0.0}, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
@@ -189,14 +190,15 @@ def test_the_tested_versions_are_those_that_are_installed() -> None:
 
 
 def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
-    # `format: text` with an explicit `train_on: completion` is refused, so the format is checked separately below.
-    designed = read(tmp_path, DESIGN, "data.format=chat")
+    # Keys of DPO, and `train_on: completion` with `format: text`, have no effect: those two are checked below.
+    designed = read(tmp_path, DESIGN, "data.format=preference", "train.objective=dpo")
     others = {f"optim.{name}" for name in SETTINGS if name not in designed.recipe.optim.name.traits.settings}
     assert set(designed.where) == set(all_paths()) - others
     values, defaults = flat(designed.recipe), flat(Recipe())
-    for path in set(all_paths()) - EXAMPLES - {"data.format"}:
+    for path in set(all_paths()) - EXAMPLES - {"data.format", "train.objective"}:
         assert values[path] == defaults[path], path
     assert yaml.safe_load(DESIGN)["data"]["format"] == defaults["data.format"]
+    assert yaml.safe_load(DESIGN)["train"]["objective"] == defaults["train.objective"]
     assert (defaults["model.id"], defaults["data.path"], defaults["output_dir"]) == (None, None, "runs/${name}")
     assert designed.recipe.output_dir == "runs/llama3-8b-sft"
 
@@ -554,7 +556,8 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
 def needed(path: str) -> list[str]:
     """Return overrides that give a key all that it needs to have an effect."""
     any_set = {"data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "checkpoint.every": "5", "model.id": "org/name"}
-    return [f"{other}={values[0] if values else any_set[other]}" for other, values in needs_of(path).items()]
+    found = [f"{other}={values[0] if values else any_set[other]}" for other, values in needs_of(path).items()]
+    return [*found, "data.format=preference"] if "train.objective=dpo" in found else found
 
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
