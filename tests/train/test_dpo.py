@@ -69,7 +69,7 @@ def layouts(world: int) -> dict[str, list[str]]:
     return {
         f"{name} × {world} / {count}": [
             *words,
-            f"train.micro_batch_size={BATCH // world // count}",
+            f"train.micro_batch_size={max(1, BATCH // world // count)}",
             f"fsdp.accumulation={'hold' if count == 2 else 'reduce'}",
         ]
         for (name, words), count in zip(strategies(world).items(), (2, 4, 2, 4, 2), strict=False)
