@@ -1,4 +1,4 @@
-# make demo · check · smoke · test · mutants · versions · cuda-fakes · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · smoke · test · mutants · versions · cuda-fakes · soak · cluster · bench · profile · gpu · docs · dist: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ TORCH = $(shell $(PYTHON) -m fsdptrain.plan.driver)
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check smoke test mutants versions cuda-fakes soak cluster slurm bench profile gpu clean
+.PHONY: install demo check smoke test mutants versions cuda-fakes soak cluster slurm bench profile gpu docs dist clean
 
 install: .venv/installed
 
@@ -46,7 +46,7 @@ smoke: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m smoke tests/train/test_numerics.py tests/end_to_end/test_run.py
 
 # The core of the suite with each version of torch whose private functions were read, and the forecasts of the shipped
-# recipes, which are skipped with 2.11, where attention keeps more.
+# recipes, which are skipped with 2.11, where attention keeps more. One version: make versions ONLY=2.15
 # Each has an environment in VERSIONS with torch's plain wheel (with CUDA, 7 GB each) and what else .venv has.
 VERSIONS ?= /tmp/fsdptrain-versions
 CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py tests/parallel \
@@ -55,7 +55,7 @@ CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py test
 	tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
 	tests/checkpoint/test_checkpoint.py tests/checkpoint/test_export.py tests/checkpoint/test_resume.py
 versions: install
-	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \
+	list="$(or $(ONLY),$$($(BIN)/python -m fsdptrain.plan.versions))" && for torch in $$list; do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
 			&& OMP_NUM_THREADS=1 $(VERSIONS)/$$torch/bin/python -m pytest $(CORE) \
 			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stored_one tests/forecast/test_forecast.py \
@@ -120,6 +120,23 @@ gpu: $(if $(wildcard .venv/installed),,.venv/least)
 	$(BIN)/python -m pip install --quiet --requirement $@.txt psutil
 	echo "$(CURDIR)" >$(SITE)/fsdptrain.pth
 	touch $@
+
+# The site of the documentation, in build/site; a broken link is an error.
+docs: install
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+# Wheel and sdist, checked; the wheel is installed and started in an environment of its own, with the packages of .venv.
+dist: install
+	$(BIN)/python -m pip install --quiet build twine
+	rm -rf dist build/dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/dist
+	echo "$$(realpath $(SITE))" >build/dist/packages.pth
+	mv build/dist/packages.pth $$(build/dist/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	build/dist/bin/pip install --quiet --no-deps --force-reinstall dist/*.whl
+	cd build/dist && bin/fsdptrain --version && bin/fsdptrain recipes list && bin/fsdptrain validate shakespeare
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

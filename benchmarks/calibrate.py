@@ -40,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoConfig
 
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Fsdp
 from fsdptrain.forecast.timing import recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
 from fsdptrain.parallel import shard
@@ -63,6 +64,9 @@ LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_at
 LLAMA2_13B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
     "num_attention_heads": 40, "num_key_value_heads": 40, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA2_7B = LLAMA2_13B | {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
 }  # fmt: skip
 LLAMA2_70B = LLAMA_70B | {"vocab_size": 32000}
 # torchtitan's H100: "96GB HBM2e with 2.4 TB/sec", and a peak "between SXM and NVL": the mean of the two.
@@ -90,6 +94,7 @@ class Run:
     reduce: str = "float32"
     flash_1: bool = False
     held_out: bool = False
+    compiled: bool = False
     every_second: bool = False  # `selective` as in torchtitan, which keeps every second product
     card: Hardware | None = None  # if it is not that of the table
 
@@ -183,7 +188,7 @@ def field_runs() -> list[Run]:
     """Return other published runs, none of them fitted, with their tokens/s a GPU.
 
     torchtitan: `docs/performance.md` of 2024 (A100) and `benchmarks/llama3_h100_202412_torchtitan.md`. Of accelerate's
-    run it is not known whether it recomputes.
+    run it is not known whether it recomputes. fms-fsdp: the table of its README; torchao: `torchao/float8/README.md`.
     """
 
     def run(
@@ -208,6 +213,12 @@ def field_runs() -> list[Run]:
         run("torchtitan 70B (Llama 2)", a100, 64, LLAMA2_70B, 80, 1, 4096, 355, "selective", **titan),
         run("accelerate 8B", h100, 8, LLAMA_8B, 32, 1, 8192, 8000, "full"),
         run("accelerate 8B", h100, 8, LLAMA_8B, 32, 1, 8192, 8000, "none"),
+        run("torchtitan 8B", h100, 8, LLAMA_8B, 32, 2, 8192, 6667, "selective", compiled=True, **meta),
+        run("torchao 8B", h100, 8, LLAMA_8B, 32, 1, 8192, 6150, "selective", compiled=True, **meta),
+        run("fms-fsdp 7B", a100, 128, LLAMA2_7B, 32, 2, 4096, 4550, "none", strategy="HYBRID_SHARD", compiled=True),
+        run("fms-fsdp 7B", h100, 96, LLAMA2_7B, 32, 2, 4096, 9600, "none", strategy="HYBRID_SHARD", compiled=True),
+        run("fms-fsdp 13B", a100, 128, LLAMA2_13B, 40, 2, 4096, 2150, {"every": 2}, compiled=True),
+        run("fms-fsdp 13B", h100, 96, LLAMA2_13B, 40, 2, 4096, 4850, {"every": 2}, compiled=True),
     ]
 
 
@@ -264,10 +275,13 @@ def traces(run: Run, folder: Path) -> list[Trace]:
 
 def forecast_s(run: Run, shallow: Sequence[Trace], figures: dict[str, float]) -> float:
     """Return the forecast seconds of a step: linear in the micro-batches beyond two, and in the layers."""
-    hardware, recompute_s = run.hardware(figures), recomputation_s(run.recompute)
+    hardware, recompute_s = (
+        run.hardware(figures),
+        recomputation_s(Fsdp(activation_checkpointing=run.recompute).recomputation),
+    )
 
     def step_s(trace: Trace, micro_batches: int) -> float:
-        return replay_streams(trace.repeated(micro_batches), hardware, True, 8, recompute_s).step_s
+        return replay_streams(trace.repeated(micro_batches), hardware, True, 8, recompute_s, run.compiled).step_s
 
     at_depth = []
     for trace in shallow:
@@ -362,7 +376,8 @@ def main() -> None:
         run, tokens = row.run, row.run.seq_len * row.run.micro_batch
         seconds = forecast_s(run, row.shallow, figures)
         print(
-            f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed} | "
+            f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed}"
+            f"{', compiled' * run.compiled} | "
             f"{tokens / run.step_s:,.0f} tok/s | {tokens / seconds:,.0f} | {run.step_s / seconds - 1:+.0%} |"
         )
 

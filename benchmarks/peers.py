@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common import exit_with_result, peak_rss, rss
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 WARM_UP = 2  # first steps of a turn that are not counted
@@ -86,6 +87,14 @@ def train_plain(work: Workload, frozen: torch.dtype | None = None) -> NoReturn:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     run_loop(model, work, baseline)
+
+
+def train_ddp(work: Workload, bucket_mb: float) -> NoReturn:
+    """Train with DistributedDataParallel, which reduces gradients in buckets of this size beside backward."""
+    baseline = start_ranks(work.device)
+    model = work.model()
+    model.forward = torch.autocast(work.device, work.compute, enabled=work.compute != torch.float32)(model.forward)
+    run_loop(DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True), work, baseline)
 
 
 def run_loop(model: Any, work: Workload, baseline: int) -> NoReturn:

@@ -1,6 +1,6 @@
 """Tokens a second and memory of a training step: fsdptrain and its alternatives.
 
-    python benchmarks/throughput.py [--shapes small vocabulary gsm8k lora] [--rounds 3] [--steps 8] [--dtype DTYPE]
+    python benchmarks/throughput.py [--shapes small vocabulary gsm8k lora copies] [--rounds 3] [--steps 8]
 
 Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings), computing in `--dtype` (by default bfloat16 if the
 CPU has instructions for it, else float32), with the same rows, batch and optimizer. In every round each contender runs
@@ -9,12 +9,14 @@ first two steps of a turn are not counted.
 
     ours      `fsdptrain run` with its defaults
     plain     fully_shard on every layer and the model, transformers' own loss, a loop of twelve lines
+    ddp       DistributedDataParallel with its buckets of 25 MB; `unhidden` with one, which is reduced after backward
     trl       TRL's SFTTrainer: DDP, because it has no FSDP on a CPU; with its best-fit packing for `gsm8k`
 
 Shapes: `small` (from scratch, vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document),
 `vocabulary` (131,072, micro-batches of 2), `gsm8k` (`small` with packed GSM8K rows; padding is not counted), `lora`
 (`small` with adapters of rank 16 on all linear layers of a frozen model, which everyone reads from the same folder:
-ours and `plain` into the compute dtype, `trl` into the one that it chooses).
+ours and `plain` into the compute dtype, `trl` into the one that it chooses), `copies` (`small` with NO_SHARD: how much
+of the reduction backward hides).
 
 Memory is the peak resident memory of a rank, and the part of
 it (`own`) that came after the imports.
@@ -53,8 +55,12 @@ SEQ_LEN = 512
 RANK = 16  # of adapters
 SHAPES = {  # vocabulary, sequences a micro-batch
     "small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4), "lora": (8192, 4),
+    "copies": (8192, 4),
 }  # fmt: skip
-PEERS = {"small": ("plain",), "vocabulary": ("plain",), "gsm8k": ("trl",), "lora": ("plain", "trl")}
+PEERS = {
+    "small": ("plain",), "vocabulary": ("plain",), "gsm8k": ("trl",), "lora": ("plain", "trl"),
+    "copies": ("ddp", "unhidden"),
+}  # fmt: skip
 RECIPE = """
 model: {model}
 data: {{path: {rows}, format: {format}, seq_len: 512, packing: {packing}}}
@@ -140,6 +146,7 @@ def fsdptrain_job(shape: str, place: Path) -> tuple[str, list[str]]:
     )  # fmt: skip
     overrides = [f"fsdp.mixed_precision.param_dtype={(place / 'dtype').read_text()}"]
     overrides += ["adapter.kind=lora", f"adapter.r={RANK}"] if shape == "lora" else []
+    overrides += ["fsdp.strategy=NO_SHARD"] if shape == "copies" else []
     return recipe, overrides
 
 
@@ -183,6 +190,20 @@ def plain(shape: str, place: Path) -> None:
     from peers import train_plain
 
     train_plain(workload(shape, place))
+
+
+def ddp(shape: str, place: Path) -> None:
+    """Train with DistributedDataParallel and its own size of buckets."""
+    from peers import train_ddp
+
+    train_ddp(workload(shape, place), 25)
+
+
+def unhidden(shape: str, place: Path) -> None:
+    """Train with DistributedDataParallel and a bucket for all gradients."""
+    from peers import train_ddp
+
+    train_ddp(workload(shape, place), 2**20)
 
 
 def trl(shape: str, place: Path) -> None:
@@ -233,7 +254,7 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
 
 
 if __name__ == "__main__":
-    peers = {peer.__name__: peer for peer in (plain, trl)}
+    peers = {peer.__name__: peer for peer in (plain, ddp, unhidden, trl)}
     if len(sys.argv) > 1 and sys.argv[1] in peers:
         peers[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     else:

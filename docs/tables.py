@@ -49,7 +49,7 @@ def events() -> str:
         f"| `{kind}` | {event.says} | {fields_text(event)} | {'yes' * event.undone} | {'yes' * event.on_board} |"
         for kind, event in EVENTS.items()
     ]
-    head = "event | what it says | fields, in brackets those that may be missing | undone by a resume | in TensorBoard"
+    head = "event | what it says | fields, in brackets those that may be missing | undone by a resume | in trackers"
     return f"## Events\n\n{table(head, rows)}\n"
 
 

@@ -188,7 +188,7 @@ def run(
     with contextlib.ExitStack() as stack:
         try:
             with _os_errors_as_fsdptrain_errors():
-                written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+                written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
                 plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
@@ -208,6 +208,7 @@ def run(
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
         from fsdptrain.terminal.screen import Screen
+        from fsdptrain.trackers.supervisor import tracked
 
         started, launched = time.monotonic(), find_launcher(os.environ)
         rundir, topology = plan.rundir, plan.topology
@@ -236,9 +237,10 @@ def run(
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
+        trackers = stack.enter_context(tracked(plan, screen.say))
         with _errors_recorded(rundir):
             try:
-                launch(plan, screen, earlier)
+                launch(plan, screen, earlier, trackers.poll)
                 upload_export(plan, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
@@ -247,6 +249,7 @@ def run(
                 raise OutOfMemory("\n".join([str(error), *lines])) from None
         if comparison:
             comparison.report(screen)
+        trackers.finish("finished")
         screen.summary(time.monotonic() - started)
         screen.paste(next_steps(plan, sys.argv[1:]))
 
@@ -299,7 +302,7 @@ def validate(
 ) -> None:
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
-        written = _load_recipe(recipe, overrides)
+        written = find_recipe(recipe, overrides)
         given = {
             "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
             "--price-per-gpu-hour": price is not None, "--verbose": verbose,
@@ -388,12 +391,39 @@ def _screen_beside_result() -> Screen:
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
+@app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Tokenise and pack the data ahead of a run, with all cores. Interrupted, it continues where it was."""
+    written = find_recipe(recipe, overrides)
+    from fsdptrain.folder.events import progress_record
+    from fsdptrain.processes import StopRequest
+    from fsdptrain.validate.request import make_request
+
+    plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
+    outcome = "before all was prepared; what was finished is kept; run the same command again"
+    with StopRequest() as stop, stop.obeyed_at_once(outcome), _screen_beside_result() as screen:
+        with screen.busy("starting"):
+            from fsdptrain.data.ahead import prepare_ahead, prepared_lines
+        made = prepare_ahead(plan, lambda *stage: screen.show(progress_record(*stage)))
+    if as_json:
+        print(json.dumps(made, indent=2))
+    else:
+        lines = [*prepared_lines(made, plan.recipe.data.seq_len), f"next: fsdptrain run {recipe}"]
+        print(wrapped_for("\n".join(lines), sys.stdout, extra_indent=2))
+
+
 @app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")
 def export(
     run_dir: RunDirArgument,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: the newest valid one")
+        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: as export.which")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="the valid checkpoint with the lowest held-out loss")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="folder to write; default: RUN_DIR/export")] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: the recipe's")
@@ -416,6 +446,8 @@ def export(
         choices = get_args(get_type_hints(Export)[name])
         if value not in (None, *choices):
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
+    if best and step is not None:
+        raise RecipeError("--best and --step name two checkpoints: leave one out")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
     from fsdptrain.processes import StopRequest
@@ -438,7 +470,7 @@ def export(
         ):
             from fsdptrain.checkpoint.export import export_checkpoint  # takes seconds, so it comes after the locks
 
-            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
+            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare, best)
 
 
 @contextlib.contextmanager
@@ -509,7 +541,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
     """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
-    written = _load_recipe(recipe, overrides)
+    written = find_recipe(recipe, overrides)
     from fsdptrain.launch import submit as jobs
     from fsdptrain.plan.hardware import parse_hardware
 
@@ -523,7 +555,7 @@ def submit(
             print(note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
-        _check_fit(_load_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
+        _check_fit(find_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
     else:
         print(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
@@ -576,6 +608,30 @@ def status(
             watch(rundir, page.console)
         else:
             page.say("\n".join(status_lines(observe(rundir).status())))
+
+
+@app.command(epilog="Example: fsdptrain report runs/shakespeare")
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or a URL; several are compared"),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
+    from fsdptrain.report.document import check_report, write_report
+
+    out = _expanded_path(out)
+    check_report(out)
+    with contextlib.ExitStack() as stack, _screen_beside_result() as screen, screen.busy("report"):
+        opened = [stack.enter_context(_opened_run(run)) for run in dict.fromkeys(runs)]
+        with _write_errors_as_recipe_errors(out):
+            notes = write_report(opened, out)
+    for note in notes:
+        print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
+    print(out)
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
@@ -736,7 +792,8 @@ def _write_errors_as_recipe_errors(dest: Path) -> Iterator[None]:
         raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
-def _load_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
+def find_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
+    """Return the recipe at a path, or the shipped one of this name. Raise RecipeError with every problem found."""
     from fsdptrain.config.paths import data_kind
     from fsdptrain.config.reader import load
 
@@ -778,6 +835,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.launch.next_steps import next_steps
     from fsdptrain.terminal.screen import Screen
+    from fsdptrain.trackers.supervisor import Trackers
 
     rundir = plan.rundir
     with Screen() as screen:
@@ -785,6 +843,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
             screen.say(f"note: {fault}")
         screen.say(f"the run in {rundir.place} is finished ({earlier.step} steps): nothing was trained")
         upload_export(plan, screen)
+        Trackers(plan, screen.say).catch_up()
     screen.paste(next_steps(plan, sys.argv[1:]))
 
 

@@ -44,6 +44,7 @@ from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
+from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
@@ -103,7 +104,14 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     return made
 
 
-def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
+def evaluated(run: Trainer) -> dict[str, Any]:
+    """Return the fields of the event of an evaluation."""
+    with patch.object(run.reporter, "event") as event:
+        run.evaluate(0)
+    return dict(event.call_args.kwargs)
+
+
+def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict[str, Any]:
     """Return the curve of a run that learns from preferences, and of its resume; `emptied` is a folder for caches.
 
     `passes` counts those over data sets: of the run, of another one with the same start, and of the resume without the
@@ -111,21 +119,22 @@ def preferences_resumed(recipe: str, emptied: str) -> dict[str, Any]:
     """
     with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
         os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
-        own = [f"output_dir={emptied}/own"]
+        own = [*overrides, f"output_dir={emptied}/own"]
         run = build(recipe, own)
         made = curve(run, 2)
         run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
         made += curve(run, 4, 2)
-        held_out = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
+        held_out = evaluated(run)
         kept = run.session.rundir.reference
         calls = [passes.call_count]
-        other = build(recipe, [f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
-        assert (other.stream.corpus.reference == run.stream.corpus.reference).all()
+        other = build(recipe, [*overrides, f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
+        both = zip(other.stream.corpus.parts, run.stream.corpus.parts, strict=True)
+        assert all((one.reference == another.reference).all() for one, another in both)
         calls.append(passes.call_count)
         os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
         resumed = build(recipe, own)
         rest = curve(resumed, 4, resumed.engine.steps_made)
-        again = resumed.engine.evaluate(resumed.inputs.eval_corpus, resumed.inputs.held_out)
+        again = evaluated(resumed)
         calls.append(passes.call_count)
     next(kept.glob("*.npy")).write_bytes(b"x")
     try:
@@ -337,6 +346,35 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
     with run.session.stop:
         found = [state(run)]
     return found + [state(build(recipe, overrides)) for overrides in later]
+
+
+def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]]) -> list[Any]:
+    """Train in attempts of these overrides, whose evaluations return these losses in turn; a save of that step fails.
+
+    Returns after each of them the steps that have a checkpoint, that of the export, and those of early stops.
+    """
+    found = []
+    for overrides, losses, fails_at in attempts:
+        run = build(recipe, overrides)
+        save, rundir, left = run.save, run.session.rundir, iter(losses)
+
+        def failing(done: int, wait: bool, fails_at: int = fails_at, save: Any = save) -> bool:
+            if done == fails_at:
+                raise InterruptedError
+            return bool(save(done, wait))
+
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1)  # type: ignore[method-assign]
+        exported = None
+        with contextlib.suppress(InterruptedError):
+            assert run.train() is None and run.export() is None and not [*left]
+            exported = read_export_record(rundir).step
+        run.checkpointer.wait()
+        dist.barrier()
+        early = [[event["step"], event.get("best")] for event in events(rundir.root, "early_stop")]
+        found.append([rundir.checkpoint_steps(), exported, early])
+        dist.barrier()
+    print("CPU", time.process_time(), flush=True)
+    return found
 
 
 def world_of(recipe: str) -> dict[str, list[Any]]:

@@ -37,8 +37,8 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 
 COMMANDS = [
-    "", "run", "validate", "export", "submit", "status", "verify", "schema", "init", "recipes", "recipes list",
-    "recipes show", "recipes copy",
+    "", "run", "validate", "prepare", "export", "submit", "status", "report", "verify", "schema", "init", "recipes",
+    "recipes list", "recipes show", "recipes copy",
 ]  # fmt: skip
 
 

@@ -20,10 +20,12 @@ from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
-    "", "folder", "terminal", "config", "plan", "forecast", "data", "model", "parallel", "attempts", "checkpoint",
-    "launch", "train", "simulate", "validate",
+    "", "folder", "terminal", "config", "plan", "trackers", "forecast", "data", "model", "parallel", "attempts",
+    "checkpoint", "launch", "report", "train", "simulate", "validate",
 )  # fmt: skip
-LIGHT = ("", "folder", "terminal", "config", "plan", "forecast", "attempts", "launch")  # they import no torch
+LIGHT = (  # they import no torch
+    "", "folder", "terminal", "config", "plan", "trackers", "forecast", "attempts", "launch", "report",
+)  # fmt: skip
 LIGHT_MODULES = (  # in other packages
     "checkpoint.verify", "validate.findings", "validate.summary", "validate.nodes",
     "validate.request", "validate.proposal",

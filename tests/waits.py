@@ -104,6 +104,22 @@ def waits(made: Iterable[Event], evaluated: Iterable[Event], steps: int) -> Coun
     return means + Counter({"evaluation": sum(isinstance(event, Synchronize) for event in evaluated)})
 
 
+class PretendedCorpus:
+    """Sequences of zeros."""
+
+    def __init__(self, plan: Plan, size: int) -> None:
+        self.plan, self.labels, self.parts = plan, np.ones(size, dtype=np.int64), [self]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, numbers: Any) -> Any:
+        return batch_of_zeros(self.plan)
+
+    def divisor(self, numbers: Any) -> int:
+        return len(numbers)
+
+
 def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
     plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **options: None, progress=lambda *_: None)
@@ -111,10 +127,9 @@ def trainer_of(engine: Engine) -> Trainer:
         initial_plan=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
         watchdog=SimpleNamespace(reset=lambda **_: None),
     )  # fmt: skip
-    labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
-    corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan), divisor=len)
+    corpus = PretendedCorpus(plan, EVALUATED * engine.world.size)
     stream = PretendedStream()
-    inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
+    inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(corpus)), eval_corpus=corpus)
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = stops.MOST

@@ -29,7 +29,7 @@ from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.folder.ownership import ExportRecord, export_has, read_export_record
-from fsdptrain.folder.records import RunState, Tail, read_object
+from fsdptrain.folder.records import RunState, Tail, by_loss, ends_early, read_object
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import checkpoint_name
@@ -45,6 +45,7 @@ WITHOUT_EFFECT = (
     "launch.",
     "export.at_end",
     "export.compare",
+    "eval.patience",
     "world_size",
     "device",
     "version",
@@ -101,7 +102,8 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     if manifest is None:
         _check_checkpoints_not_lost(rundir, before, export)
         return EarlierAttempts()
-    step, start = max(complete_steps(rundir), default=0), before.trained_by
+    complete, start = complete_steps(rundir), before.trained_by
+    step = max(complete, default=0)
     # Would this plan continue the same run?
     plan = _with_layout_of(manifest, plan)
     if problems := resume_problems(manifest.identity, plan.identity()):
@@ -113,18 +115,20 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     if not step or not start:
         return EarlierAttempts(step, layout=plan.layout)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
-    if wanted > step:
+    losses = before.losses(until=step)
+    if wanted > step and not ends_early(losses, step, plan.recipe.eval.patience):
         return EarlierAttempts(step, layout=plan.layout)
-    if step < total:
+    if wanted <= step < total:
         raise RecipeError(f"{rundir.place}: {too_few_steps(step, wanted, total)}")
-    # All steps are trained. A changed plan would have no effect, so it is refused.
+    # All steps are trained, or eval.patience has ended the run. A changed plan would have no effect, so it is refused.
     without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == step else ()))
     changed = changes_since(rundir, step, plan, _held_out_identity(plan))
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
     evaluated = plan.recipe.data.eval is None or before.has("eval", step)
-    all_done = evaluated and _is_exported(rundir, plan, step, export)
+    best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
+    all_done = evaluated and _is_exported(rundir, plan, [*best, step][0], export)
     return EarlierAttempts(step, all_done, trained=True, layout=plan.layout)
 
 
@@ -145,7 +149,7 @@ def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
 def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: ExportRecord) -> None:
     """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
     start, step = before.trained_by, before.steps_made
-    finished = start is not None and step >= start["total_steps"]
+    finished = start is not None and (step >= start["total_steps"] or "early_stop" in before.newest)
     if not finished and export.step is None:
         return
     holds = f"{'a finished run' if finished else 'an export'} ({step if finished else export.step} steps)"
@@ -249,8 +253,10 @@ def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> st
     return (
         f"the run in {rundir.place} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
         f"data that it names, differs from what was trained:{lines}\n"
-        "choose another `name` (or output_dir) for a new run, or ask for more steps to continue this one"
+        "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
+        "eval.patience) to continue this one"
         + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
+        + ("; for others, use `fsdptrain export RUN_DIR --best` or --step N" if "export.which" in changed else "")
     )
 
 

@@ -172,8 +172,8 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
 def _check_access(rundir: RunDir) -> None:
     """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
     checkpoints = rundir.checkpoint_folder or rundir.checkpoints
-    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.export, checkpoints]
-    folders += checkpoints.glob("step-*")
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.trackers]
+    folders += [rundir.export, checkpoints, *checkpoints.glob("step-*")]
     appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
     for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
         for path in paths:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.mixture import mixture_changes
 from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
@@ -314,6 +315,8 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
     elif path in DIFFERENT:
         digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
         message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)
+    elif path == "data.sources":
+        message = f"{mixture_changes(before, now)}, so the run would train on another stream: {ANOTHER_RUN}"
     elif path.endswith(KEEPS_STATE):
         was, what = ("not 0", "0") if before else ("0", "not 0")
         message = f"was {was} in the run to resume, is {what} now; {ANOTHER_RUN}"

@@ -21,14 +21,16 @@ from fsdptrain.text import counted, size
 def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, Any]:
     """Return the bytes that checkpoints and export need on the disk of output_dir, and the bytes free there.
 
-    A checkpoint holds trained master weights and optimizer state. While one is written there is one more than is kept.
+    A checkpoint holds trained master weights and optimizer state. While one is written there is one more than is kept
+    (`checkpoint.keep` and `checkpoint.keep_best` together).
     Checkpoints of an earlier run count as space, because they will be replaced. Prepared data is in the cache already.
     Of checkpoints in an object store, only the files of one that are being uploaded are on the disk.
     """
     recipe, rundir = plan.recipe, plan.rundir
-    every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
+    keep = recipe.checkpoint
+    copies = keep.keep + (keep.keep_best or 0) + 1
     if steps is not None:
-        copies = min(copies, -(-steps // every) if every else 1)
+        copies = min(copies, 1 + sum((steps - 1) // every for every in intervals_of_saves(recipe)))
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
     storage = rundir.storage
@@ -40,6 +42,12 @@ def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
         "needed_bytes": max(0, on_disk - storage.bytes_held()) + export,
         "free_bytes": free_space(storage.folder),
     }
+
+
+def intervals_of_saves(recipe: Recipe) -> list[int]:
+    """Return after how many steps, each, a checkpoint may be saved while a run goes on."""
+    every = [recipe.checkpoint.every, recipe.eval.every if recipe.checkpoint.keep_best else None]
+    return [steps for steps in every if steps]
 
 
 def export_bytes(recipe: Recipe, counts: Counts) -> int:
@@ -71,8 +79,8 @@ def host_space(plan: Plan, weights: Collection[Weight], steps: int | None, activ
     recipe, topology = plan.recipe, plan.topology
     of_node = plan.state_bytes(weights) * topology.nproc_per_node // topology.world_size
     in_host = topology.device == "cpu" or recipe.fsdp.cpu_offload
-    every = recipe.checkpoint.every
-    goes_on = recipe.checkpoint.async_ and every is not None and (steps is None or every < steps)
+    saves = any(steps is None or every < steps for every in intervals_of_saves(recipe))
+    goes_on = recipe.checkpoint.async_ and saves
     return {
         "state_bytes": of_node if in_host else 0,
         "copy_bytes": of_node if goes_on or not in_host else 0,

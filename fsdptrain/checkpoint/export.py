@@ -36,9 +36,10 @@ from fsdptrain.checkpoint.verify import CONFIG
 from fsdptrain.checkpoint.writer import ExportResult
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line
-from fsdptrain.folder.events import Progress, Reporter, progress_record
+from fsdptrain.folder.events import Progress, Reporter, progress_record, read_losses
 from fsdptrain.folder.files import openable
 from fsdptrain.folder.ownership import file_stamps, output_lock, read_export_record, write_export_record
+from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import MANIFEST_NAME, Location
 from fsdptrain.model.skeleton import skeleton
@@ -131,8 +132,11 @@ def export_checkpoint(
     adapter: str | None = None,
     merge_base: str | None = None,
     compare: bool = True,
+    best: bool = False,
 ) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
+
+    With `best`, or if `export.which` asks for it, from the valid one with the lowest held-out loss.
 
     `adapter` and `merge_base` replace those keys of the recipe's section `export`. With `compare` a fresh process opens
     the folder, unless the recipe says otherwise. Raises RecipeError if an option has
@@ -140,7 +144,8 @@ def export_checkpoint(
     """
     reject_external_symlinks(rundir)
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
-    folder = _choose_checkpoint(rundir, plan, step, screen.say)
+    best = best or (step is None and plan.recipe.export.which == "best")
+    folder = _choose_checkpoint(rundir, plan, step, screen.say, best)
     with _removal_reported(folder, plan):
         fields = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
     screen.show({"event": "export", **fields})
@@ -283,12 +288,18 @@ def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
         raise CheckpointError(f"{rundir.model} does not describe a model: {first_line(error)}") from None
 
 
-def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callable[[str], None]) -> Path:
-    """Return the verified checkpoint of `step`, or the newest valid one; raises CheckpointError without one."""
+def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callable[[str], None], best: bool) -> Path:
+    """Return the verified checkpoint of `step`, or the newest or best valid one; raises CheckpointError without one."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(f"{rundir.storage} has no checkpoint of step {step}; steps: {steps}")
-    for candidate in [step] if step is not None else reversed(steps):
+    ranked = by_loss(read_losses(rundir.metrics), steps) if best else steps[::-1]
+    if not ranked:
+        raise CheckpointError(
+            f"{rundir.storage} has no checkpoint of a step that was evaluated (data.eval, eval.every, "
+            f"checkpoint.keep_best); add --step with one of {steps}"
+        )
+    for candidate in [step] if step is not None else ranked:
         folder: Path = rundir.checkpoint(candidate)
         problems = checkpoint_problems(folder)
         if not problems:

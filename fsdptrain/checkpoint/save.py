@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,10 @@ from fsdptrain.checkpoint.disk import check_space, report_full_disk
 from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
+from fsdptrain.folder.events import read_losses
 from fsdptrain.folder.files import fsync, is_there
 from fsdptrain.folder.ownership import FolderWatch
+from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import Location
@@ -74,6 +76,8 @@ class Checkpointer:
         self.identity = plan.identity() | content
         self.skipped = 0  # of the steps made, those that were not finite
         self.loss_scale: list[float] | None = None  # see `Manifest`
+        self.losses: dict[int, float] = {}  # held out, by step: those of `RunState.losses`
+        self._saved: set[int] = set()  # steps that have a checkpoint, or had one until better ones came
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging: Staging | None = None
@@ -94,11 +98,18 @@ class Checkpointer:
         own = share_of_copy(self._shards(model, optimizer), copy, self.world.replicas, writes_whole=place == 0)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
-        arguments = (step, (self.skipped, self.loss_scale), staged, started, time.monotonic() - started)
+        self._saved.add(step)
+        state, losses = (self.skipped, self.loss_scale), dict(self.losses)
+        arguments = (step, state, losses, staged, started, time.monotonic() - started)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
         if wait:
             self.wait()
+
+    def is_among_best(self, step: int) -> bool:
+        """Return whether the checkpoint of `step`, which may not be saved yet, is one of `checkpoint.keep_best`."""
+        count = self.plan.recipe.checkpoint.keep_best
+        return bool(count and step in self.losses) and step in by_loss(self.losses, self._saved | {step})[:count]
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
@@ -131,15 +142,21 @@ class Checkpointer:
         return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
 
     def _commit(
-        self, step: int, engine: EngineState, staged: dict[str, Shard], started: float, blocked_s: float
+        self,
+        step: int,
+        engine: EngineState,
+        losses: dict[int, float],
+        staged: dict[str, Shard],
+        started: float,
+        blocked_s: float,
     ) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
         target = self.storage.checkpoint(step)
         try:
             size = self._write(step, engine, staged)
-            keep = self.plan.recipe.checkpoint.keep
-            remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
-            self._on_rank_zero("remove old checkpoints", remove)
+            keep = self.plan.recipe.checkpoint
+            remove = partial(remove_old_checkpoints, self.rundir, step, keep.keep, keep.keep_best or 0, losses)
+            self._on_rank_zero("remove old checkpoints", self._if_writer(remove))
             fields = {"step": step, "path": str(target), "bytes": size}
             fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
             self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **fields))
@@ -226,6 +243,12 @@ class Checkpointer:
         if failures:
             raise failures[0] if isinstance(failures[0], CheckpointError) else CheckpointError(str(failures[0]))
 
+    def restore_losses(self) -> None:
+        """Read the held-out losses of earlier attempts from the records, and which steps are saved; collective."""
+        read = partial(read_losses, self.rundir.metrics)
+        self.losses = self.from_rank_zero("read the held-out losses", read)
+        self._saved = set(self.from_rank_zero("list the checkpoints", self.storage.steps))
+
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint on rank 0, valid or not; 0 when there is none.
 
@@ -263,7 +286,20 @@ class Checkpointer:
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
         steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
-        for step in reversed(steps):
+        return self._load_first_valid(steps[::-1], model, optimizer)
+
+    def load_best(self, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> int:
+        """Load the checkpoint with the lowest held-out loss; return its step. That of `done` steps is in memory.
+
+        Damaged ones are treated as `load_newest` does.
+        """
+        steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
+        best = by_loss(self.losses, steps)
+        return done if best[:1] in ([], [done]) else self._load_first_valid(best, model, optimizer)
+
+    def _load_first_valid(self, steps: Sequence[int], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the first of these checkpoints that is not damaged, and return its step; 0 if there are none."""
+        for step in steps:
             folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
@@ -417,15 +453,20 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     path.chmod(mode)
 
 
-def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor are removed.
+def remove_old_checkpoints(
+    rundir: RunDir, newest: int, keep: int, keep_best: int = 0, losses: Mapping[int, float] | None = None
+) -> None:
+    """Remove all complete checkpoints but the `keep` newest, and the `keep_best` with the lowest of the losses.
 
-    Older ones that cannot be read are left, too. Raises CheckpointError and removes nothing when `newest`, which was
-    just written, is not complete or cannot be read.
+    Damaged ones neither count nor are removed. Older ones that cannot be read are left, too. Raises CheckpointError and
+    removes nothing when `newest`, which was just written, is not complete or cannot be read.
     """
     if checkpoint_problems(rundir.checkpoint(newest), checksums=False):
         raise CheckpointError(
             f"{rundir.checkpoint(newest)} is not complete, although it was just written: no older one is removed"
         )
-    for step in complete_steps(rundir, unless=(OtherVersion, StorageError))[:-keep]:
-        rundir.storage.remove(step)
+    complete = complete_steps(rundir, unless=(OtherVersion, StorageError))
+    kept = {*complete[-keep:], *by_loss(losses or {}, complete)[:keep_best]}
+    for step in complete:
+        if step not in kept:
+            rundir.storage.remove(step)

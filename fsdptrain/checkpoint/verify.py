@@ -12,8 +12,10 @@ from typing import Any
 from fsdptrain.attempts.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
+from fsdptrain.folder.events import read_losses
 from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
 from fsdptrain.folder.ownership import ExportRecord, file_stamps, read_export_record
+from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.terminal.screen import Screen
@@ -25,11 +27,13 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 def survey(rundir: RunDir) -> dict[str, Any]:
     """Return the checkpoints and the export of a run and what is wrong with them, ready for JSON; reads every file.
 
-    `resume` is the step from which a resume would continue, or None. `good`: there is a checkpoint and no problem;
+    `resume` is the step from which a resume would continue, or None; `best` is that with the lowest held-out loss, of
+    those that are whole and evaluated. `good`: there is a checkpoint and no problem;
     folders that were set aside or left over are no problem. Raises CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
     checkpoints = [_survey_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
+    losses = read_losses(rundir.metrics)
     set_aside, left_over = rundir.storage.other_names()
     if rundir.url is not None:
         export = _survey_uploaded(RunStore(rundir))
@@ -42,6 +46,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
         "set_aside": set_aside,
         "left_over": left_over,
         "resume": _resume_step(checkpoints),
+        "best": next(iter(by_loss(losses, {each["step"] for each in checkpoints if not each["problems"]})), None),
         "export": export,
         "good": bool(checkpoints) and not any(part["problems"] for part in found),
     }
@@ -59,6 +64,8 @@ def show_survey(found: dict[str, Any], screen: Screen) -> None:
         screen.say(f"{name}: a run found it damaged and set it aside")
     for name in found["left_over"]:
         screen.say(f"{name}: left over from an interrupted save or removal; the next run removes it")
+    if found["best"] is not None:
+        screen.say(f"the lowest held-out loss is that of step {found['best']}")
     if found["resume"] is not None:
         screen.say(f"a resume continues from step {found['resume']}")
     elif (newest := _newest_undamaged(found["checkpoints"])) is None:

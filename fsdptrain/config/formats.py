@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-LongRows = Literal["split", "cut"]
+LongRows = Literal["split", "cut", "drop"]
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
 PROMPT: Names = ("prompt", ("instruction", "input"), "instruction", "question", "query", "problem", "input", "inputs")
@@ -19,7 +19,7 @@ class Format(StrEnum):
     """A data format; its value is the word in the recipe. The order is from the least to the most specific.
 
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
-    those before it are its prompt. `long_rows`: what happens to a row of more than `data.seq_len` tokens.
+    those before it are its prompt. `long_rows`: the default of `data.long_rows`.
     `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
     there is such a column. `is_paired`: a row has two answers, each a text or messages, to be told apart by DPO.
     """
@@ -68,6 +68,11 @@ class Format(StrEnum):
     def has_prompt(self) -> bool:
         """Whether a row has fields before the one that is trained, with `data.separator` between them."""
         return len(self.fields) > 1 and not self.is_paired
+
+    @property
+    def rows(self) -> int:
+        """How many rows of tokens belong together: the two answers of a pair."""
+        return 1 + self.is_paired
 
     @property
     def renders_chat(self) -> bool:

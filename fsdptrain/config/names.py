@@ -20,7 +20,7 @@ _NF4 = "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisa
 _QUANTISED = "not supported: adapter.kind: qlora quantises frozen weights to 4 bits while it reads plain ones"
 _ADAPTERS = "not supported: the keys of the section adapter describe an adapter"
 _CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
-_REPORTS = "not supported: metrics.jsonl records every event, and log.tensorboard writes TensorBoard files"
+_REPORTS = "not supported: metrics.jsonl records every event; see log.trackers"
 
 _CODE = (
     "not a recipe key, because a recipe cannot enable code: use --trust-remote-code, and set model.revision to a full "
@@ -98,9 +98,11 @@ FOREIGN_NAMES = {
         "dataset_config dataset_config_name dataset_split dataset_train_split train_split"
     ),
     "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
-    "data.format: chat uses the tokenizer's own template; delete the line": (
-        "chat_template chat_template_path apply_chat_template template"
-    ),
+    "data.format: chat uses the tokenizer's own template; delete the line": "apply_chat_template template",
+    "data.chat_template: a file, or the text of a template": "chat_template_path chat_template_jinja",
+    "data.chat_template_kwargs: {enable_thinking: …}": "enable_thinking",
+    "data.long_rows: split, cut or drop": "excess_length_strategy",
+    "data.drop_duplicates": "dataset_exact_deduplication",
     "data.columns": "dataset_text_field text_column prompt_column response_column messages_column column_map",
     "data.seq_len": (
         "sequence_len max_seq_length max_seq_len cutoff_len max_length model_max_length block_size seq_length "
@@ -116,13 +118,13 @@ FOREIGN_NAMES = {
     "data.train_on: all or completion": (
         "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train"
     ),
-    "not supported: all answers of a conversation are trained, or all its tokens (data.train_on)": "mask_history",
+    "data.turns: last": "mask_history",
     "data.max_rows": "max_samples max_train_samples",
     "data.eval: {fraction: 0.01} or {path: …}": (
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
         "validation_split_percentage max_eval_samples dataset_test_split"
     ),
-    "not supported (yet): the files of a list in data.path are read one by one": "mix_strategy interleave_probs",
+    "data.sources: a list of {path: …, weight: …}": "mix_strategy interleave_probs",
     "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
     _CACHE: (
         "streaming dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "
@@ -276,10 +278,12 @@ FOREIGN_NAMES = {
     "train.deterministic": "full_determinism cudnn_deterministic_mode",
     "seed": "data_seed random_seed",
     # eval, checkpoint, export, log
+    "eval.patience": "early_stopping_patience",
     "eval.every": (
         "eval_steps eval_strategy evaluation_strategy evals_per_epoch run_val_every_n_steps validation_interval"
     ),
     "checkpoint.every": "save_steps save_strategy saves_per_epoch save_every_n_steps save_interval",
+    "always the held-out loss, of which the lowest is best: delete the line": "metric_for_best_model greater_is_better",
     "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
     "checkpoint.async": "enable_async_checkpointing",
     "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
@@ -287,16 +291,17 @@ FOREIGN_NAMES = {
     ),
     "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
     "not supported: a checkpoint has the optimizer's state, too; the export is the model alone": "save_only_model",
-    "not supported (yet): the final weights are exported; use fsdptrain export --step for another checkpoint": (
-        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience"
-    ),
+    "export.which: best, with checkpoint.keep_best": "load_best_model_at_end",
     "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
     "name": "run_name experiment_name",
     "log.every": "logging_steps log_every_n_steps steps_per_print logging_strategy logging_first_step",
     "log.tensorboard": "use_tensorboard",
-    "derived (TensorBoard files are written to the run folder): delete the line": "logging_dir",
+    "log.trackers": "report_to wandb use_wandb use_mlflow",
+    "log.project": "wandb_project mlflow_experiment_name trackio_project",
+    "not a recipe key: an environment variable of the library": "wandb_* mlflow_* trackio_*",
+    "derived from output_dir: delete the line": "logging_dir",
     _REPORTS: (
-        "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
+        "comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
         "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
         "wall_clock_breakdown comms_logger flops_profiler"
     ),

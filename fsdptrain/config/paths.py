@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
+from fsdptrain.errors import DataError, NoData, Problem, RecipeError, StorageError, shortened
 from fsdptrain.folder.files import NOTHING_THERE, system_errors
+from fsdptrain.folder.records import read_text
 from fsdptrain.folder.storage import URL, url_fault
 
 
@@ -61,17 +62,24 @@ def paths_of(recipe: Recipe) -> dict[str, list[str]]:
         "model.id": recipe.model.id,
         "model.tokenizer": recipe.model.tokenizer,
         "data.path": recipe.data.path,
+        "data.chat_template": template if is_template_file(template := recipe.data.chat_template) else None,
+        "data.sources": [place for item in recipe.data.sources for place in _written(item.get("path"))],
         "adapter.from": recipe.adapter.from_,
         "checkpoint.path": recipe.checkpoint.path,
         "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
     }
-    texts = {key: [each for each in places(path) if isinstance(each, str)] for key, path in found.items()}
+    texts = {key: [each for each in _written(path) if isinstance(each, str)] for key, path in found.items()}
     return {key: each for key, each in texts.items() if each}
+
+
+def _written(path: Any) -> list[Any]:
+    """Return the places that a value names, which may be none: another check refuses it."""
+    return places(path) if isinstance(path, (str, list)) else []
 
 
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
-    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.eval")
+    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.sources", "data.eval")
     for key, paths in paths_of(recipe).items():
         for path in paths:
             if fault := path_fault(path) or (url_fault(path) if key in may_be_urls else None):
@@ -158,6 +166,35 @@ def model_name_fault(name: str) -> str | None:
         f"{shortened(name)!r} {what}, and is no Hub id (org/name). If another recipe exports this model, run that "
         "recipe first"
     )
+
+
+def is_template_file(value: str | None) -> bool:
+    """Return whether `data.chat_template` names a file, and is not the text of a template."""
+    return value is not None and not re.search(r"\{[{%#]", value)
+
+
+def with_chat_template(recipe: Recipe, folder: Path) -> tuple[Recipe, list[Problem]]:
+    """Return the recipe with the text of the file in `data.chat_template`, None if there is a problem with the file.
+
+    The working folder is searched first, then the recipe's `folder`.
+    """
+    name = recipe.data.chat_template
+    if name is None or not is_template_file(name):
+        return recipe, []
+    text, fault = None, f"was not found (looked in {Path.cwd()} and {folder})"
+    for base in (folder, Path.cwd()):
+        try:
+            text = read_text(Path(os.path.realpath(base / expanded(name))))
+        except NOTHING_THERE:
+            continue
+        except (ValueError, StorageError) as error:  # ValueError: Unreadable, or a name with a null
+            fault = f"cannot be read: {error}"
+    if text is not None and is_template_file(text):
+        text, fault = None, "is not a Jinja template: it has neither {{ nor {%"
+    if text is not None and "${" in text:  # a plan has no references
+        text, fault = None, "contains ${, which is a reference in a recipe: write {{ '$' }}{ instead"
+    problems = [Problem(f"{shortened(name)!r} {fault}", "data.chat_template")] if text is None else []
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, chat_template=text)), problems
 
 
 def is_hub_data(found: DataPath) -> TypeGuard[str]:

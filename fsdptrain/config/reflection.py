@@ -10,6 +10,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fsdptrain import __version__
 from fsdptrain.config.schema import NODE_RANGE, Recipe
 
 
@@ -155,12 +156,16 @@ def canonical_spelling(path: str, value: Any) -> Any:
 
 
 def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
-    """Return the field and the annotation of a key; for a key below model.config, those of model.config."""
+    """Return the field and the annotation of a key; for a key below model.config, those of model.config.
+
+    A key of the items of a list is below that of the list: `data.sources.weight`.
+    """
     schema: type = Recipe
     for word in attribute(path).split("."):
         spec = next(f for f in dataclasses.fields(schema) if f.name == word)
         annotation = hints(schema)[word]
-        if (section := section_of(schema, word)) is None:
+        section = section_of(schema, word) or spec.metadata.get("items")
+        if section is None:
             break
         schema = section
     return spec, annotation
@@ -174,12 +179,16 @@ def annotation_of(path: str) -> Any:
 def type_words(path: str) -> str:
     """Return the type of a key in words: `a whole number or null`, `one of: all, completion`."""
     spec, annotation = _leaf(path)
+    if "items" in spec.metadata:
+        return f"a list of mappings such as {{{key_of(dataclasses.fields(spec.metadata['items'])[0])}: …}}"
     return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _annotation_words(annotation)
 
 
 def _annotation_words(annotation: Any) -> str:
     if words := enumerated(annotation):
         return "one of: " + ", ".join(words)
+    if get_origin(annotation) is list and (words := enumerated(get_args(annotation)[0])):
+        return f"a list of {', '.join(words)}"
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):
@@ -191,6 +200,7 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe, for completion and checks in editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:fsdptrain:recipe:{__version__}",
         "title": "fsdptrain recipe",
         **_section_schema(Recipe),
     }
@@ -214,6 +224,8 @@ def _leaf_schema(spec: dataclasses.Field[Any], annotation: Any) -> dict[str, Any
     if "values" in spec.metadata:
         values = [_form_schema(form) for form in spec.metadata["values"]]
         kind = {"type": "object", "additionalProperties": {"anyOf": values}}
+    if "items" in spec.metadata:
+        kind = {"type": "array", "items": _section_schema(spec.metadata["items"])}
     default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
     bounds = {_BOUNDS[name]: limit for name, limit in spec.metadata.items() if name in _BOUNDS}
     return {"description": spec.metadata["doc"], "default": default, **kind, **bounds}

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
+from fsdptrain.config.mixture import KEYS, mixture_problems, sources_of
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
 from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.values import value_text
+from fsdptrain.config.values import item_messages, value_text
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
-ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+ALTERNATIVES = {
+    "train.steps": "train.epochs", "train.epochs": "train.steps",
+    "log.trackers": "log.tensorboard", "log.tensorboard": "log.trackers",
+}  # fmt: skip
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
@@ -37,7 +42,8 @@ SECTIONS_READ = {
 
 def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
-    yield from _unmet_needs(recipe, where)
+    of_data = {path for path in where if path.startswith("data.")} if recipe.data.sources else set()
+    yield from _unmet_needs(recipe, where.keys() - of_data)
     yield from path_problems(recipe)
     if "/" in recipe.name or recipe.name in (".", ".."):
         yield Problem(
@@ -45,7 +51,9 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         )
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
-    yield from _data_problems(recipe)
+    yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
+    if not recipe.data.sources or "path" in (recipe.data.eval or {}):
+        yield from _preference_problems(recipe)
     yield from _fsdp_problems(recipe)
     yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
@@ -55,8 +63,23 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     if recipe.train.steps is None and recipe.train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
     yield from _launch_problems(recipe)
+    yield from _tracker_problems(recipe, where)
     if recipe.log.profile and (problem := profile_problem(recipe, recipe.train.steps)):
         yield problem
+
+
+def _tracker_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems with `log.trackers`: a library that is not installed, or a key that has no effect."""
+    log = recipe.log
+    beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
+    for name in beside:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # or a folder that a tracker has written here
+            yield Problem(f"{name} is not installed: pip install 'fsdptrain[{name}]'", "log.trackers")
+    if log.tensorboard is not None and "log.trackers" in where:
+        yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
+    if log.project is not None and not beside:
+        yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
 
 
 PROFILE = "log.profile"
@@ -83,11 +106,11 @@ def sections_read(path: str) -> set[str]:
     return {*sections, *SECTIONS_READ.get(path, ())}
 
 
-def _unmet_needs(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each key that is set and has no effect without another key, or with its value."""
+def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each `written` key that has no effect without another key, or with its value."""
     for path, spec in all_fields():
         own = value_at(recipe, path)
-        if path not in where or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
+        if path not in written or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
             continue  # a number 0 is a value
         for other, values in needs_of(path).items():
             value = value_at(recipe, other)
@@ -218,26 +241,64 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     fields = (*data.format.fields, *data.format.optional)
     if data.path is None:
         yield Problem("is not set: give a file, a glob, a folder, a list of them, or a Hub data set", "data.path")
+    if data.chat_template is not None and not data.chat_template.strip():
+        yield Problem("is empty: give a file or the text of a template, or remove the key", "data.chat_template")
     for name in data.columns:
         if name not in fields:
             yield Problem(
                 f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
             )
+    for name in fields if data.format.renders_chat else ():
+        if isinstance(data.columns.get(name), list):
+            yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
+
+
+def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems between a format with or without pairs, the objective, and what would divide pairs."""
+    data = recipe.data
     if data.format.is_paired != (recipe.train.objective == "dpo"):
         yield Problem(
             f"{data.format} is trained with train.objective: dpo: set it" if data.format.is_paired else
             f"{data.format} has no pairs for train.objective: dpo: use preference (prompt, chosen, rejected)",
             "data.format",
         )  # fmt: skip
-    if data.format.is_paired and data.train_on == "all":
+    if not data.format.is_paired:
+        return
+    if data.train_on == "all":
         yield Problem(
             "all compares prompts, which are equal in both answers of a pair: use completion", "data.train_on"
         )
-    if data.format.is_paired and data.packing == "concat":
+    if data.packing == "concat":
         yield Problem("concat divides pairs: use bfd or none", "data.packing")
-    for name in fields if data.format.renders_chat else ():
-        if isinstance(data.columns.get(name), list):
-            yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
+    if data.long_rows == "split":
+        yield Problem("split divides pairs: use cut or drop", "data.long_rows")
+    if data.drop_duplicates:
+        yield Problem("compares single rows, and a pair has two: remove the key", "data.drop_duplicates")
+
+
+def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
+    """Yield the problems of several sources: each is checked alone; `written` has the keys of `data` that are set.
+
+    A key of `data` is refused if no source can use it, a key of a source if that one cannot.
+    """
+    if any(item_messages("data.sources", recipe.data.sources)):
+        return  # another check refuses it
+    yield from mixture_problems(recipe.data)
+    everywhere: list[Problem] | None = None
+    for source, item in zip(sources_of(recipe.data), recipe.data.sources, strict=True):
+        alone = dataclasses.replace(recipe, data=source.data)
+        own = {f"data.{key}" for key in item if key in KEYS}
+        found = [*_unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
+        for problem in found:
+            if problem.field in own:
+                key = (problem.field or "").removeprefix("data.")
+                yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
+        for problem in _preference_problems(alone):  # all sources have pairs, or none
+            key = (problem.field or "").removeprefix("data.")
+            yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
+        common = [problem for problem in found if problem.field not in own]
+        everywhere = common if everywhere is None else [each for each in everywhere if each in common]
+    yield from everywhere or []
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdptrain.config.dtypes import ComputeDtype, Dtype
-from fsdptrain.config.formats import DEFAULT_FORMAT, Format
+from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
@@ -19,11 +19,12 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
     values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
 
-    The limits are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`. `forms` lists what a key of several
-    types accepts: a string or None is that value, a type is any value of it, a pattern is any string that matches it,
-    `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are optional).
-    `values` is the same for the values of a
-    mapping whose keys are free. `any_text` allows strings that are empty, white space or control characters.
+    The limits are `at_least`, `above`, `at_most`, `forms`, `values`, `items` and `any_text`. `forms` lists what a key
+    of several types accepts: a string or None is that value, a type is any value of it, a pattern is any string that
+    matches it, `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are
+    optional).
+    `values` is the same for the values of a mapping whose keys are free; `items` is the dataclass of the items of a
+    list. `any_text` allows strings that are empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -104,9 +105,14 @@ class Adapter:
     )
 
 
+_CHATS = [form for form in Format if form.is_chat]
+_RENDERED = [form for form in Format if form.renders_chat]
+Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
+
+
 @dataclass
-class Data:
-    """The training data, and how its rows become sequences of tokens."""
+class SourceKeys:
+    """The keys of `data` that each of several sources may have for itself."""
 
     path: Any = key(
         None,
@@ -126,11 +132,6 @@ class Data:
         "field → name of its column, where they differ; a list of columns is joined with empty lines",
         values=(str, list[str]),
     )
-    seq_len: int = key(2048, "tokens per sequence", at_least=8)
-    packing: Literal["bfd", "concat", "none"] = key(
-        "bfd",
-        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
-    )
     train_on: Literal["all", "completion"] = key(
         "completion",
         "which tokens count in the loss (format text: all)",
@@ -143,17 +144,74 @@ class Data:
         needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]},
         any_text=True,
     )
+    long_rows: LongRows | None = key(
+        None,
+        "a row of more than seq_len tokens is split into several rows, cut at that length, or dropped; null: split for "
+        "text, else cut",
+        needs={"data.packing": ["bfd", "none"]},
+    )
+    turns: Literal["all", "last", "split"] = key(
+        "all",
+        "the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without "
+        "their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row",
+        needs={"data.format": _CHATS, "data.train_on": ["completion"]},
+        unset="all",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "values for variables of the chat template, such as {enable_thinking: false}",
+        needs={"data.format": _RENDERED},
+        unset={},
+    )
+    drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
+
+
+@dataclass
+class DataSource(SourceKeys):
+    """One of several sources of data; a key of `data` that it leaves out is as in `data`."""
+
+    name: str | None = key(None, "what events and tables call it; default: the last part of its path, without suffixes")
+    weight: float | None = key(
+        None, "its share of the sequences that are trained, relative to the weights of the others", above=0
+    )
+    epochs: float | None = key(
+        None, "without weights: how often it is read in one epoch of the run (default: 1)", above=0
+    )
+
+
+@dataclass
+class Data(SourceKeys):
+    """The training data, and how its rows become sequences of tokens."""
+
+    sources: list[dict[str, Any]] = key(
+        [],
+        "in place of `path`, a mixture: a list of {path, weight or epochs, name} and any key above, which is then for "
+        "that source alone; an epoch of the run has as many sequences as all sources together",
+        items=DataSource,
+        any_text=True,
+    )
+    seq_len: int = key(2048, "tokens per sequence", at_least=8)
+    packing: Literal["bfd", "concat", "none"] = key(
+        "bfd",
+        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
+    )
+    chat_template: str | None = key(
+        None,
+        "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
+        needs={"data.format": _RENDERED},
+        any_text=True,
+    )
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the tokens, as whole rows chosen by `seed`",
+        "held-out data: {path, max_rows}, or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 
     @property
-    def long_rows(self) -> Literal["split", "cut", "continued"]:
+    def treatment(self) -> Treatment:
         """What happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
-        return "continued" if self.packing == "concat" else self.format.long_rows
+        return "continued" if self.packing == "concat" else self.long_rows or self.format.long_rows
 
 
 @dataclass
@@ -440,6 +498,12 @@ class Eval:
         needs="data.eval",
         at_least=1,
     )
+    patience: int | None = key(
+        None,
+        "end the run after this many evaluations without a lower held-out loss; the first weights do not count",
+        needs="eval.every",
+        at_least=1,
+    )
 
 
 @dataclass
@@ -453,6 +517,12 @@ class Checkpoint:
         "gs://, az://) for this run alone; null: the run folder",
     )
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
+    keep_best: int | None = key(
+        None,
+        "also keep this many checkpoints with the lowest held-out loss; an evaluation that is one of them is saved",
+        needs="eval.every",
+        at_least=1,
+    )
     async_: bool = key(
         True, "write in the background; training waits only for the copy to host memory", needs="checkpoint.every"
     )
@@ -469,6 +539,12 @@ class Export:
     """The exported Hugging Face folder."""
 
     at_end: bool = key(True, "export when training ends")
+    which: Literal["last", "best"] = key(
+        "last",
+        "the weights to export: those of the last step, or those with the lowest held-out loss",
+        needs="checkpoint.keep_best",
+        unset="last",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
     adapter: Literal["separate", "merged", "both"] = key(
         "separate",
@@ -490,18 +566,38 @@ class Export:
     )
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]  # each the name of its library, too
+
+
 @dataclass
 class Log:
     """What a run records."""
 
     every: int = key(1, "steps between `step` events", at_least=1)
-    tensorboard: bool = key(True, "also write TensorBoard events")
+    trackers: list[TrackerName] = key(
+        ["tensorboard"],
+        "trackers that get what metrics.jsonl records: tensorboard, wandb, mlflow and trackio; the variables of their "
+        "libraries (WANDB_MODE, MLFLOW_TRACKING_URI, …) say where to, and have the keys to their servers",
+    )
+    tensorboard: bool | None = key(None, "short for log.trackers: true is [tensorboard], false is []")
+    project: str | None = key(
+        None,
+        "project of wandb and trackio, and experiment of mlflow; null: what WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME "
+        "say, else `fsdptrain`",
+    )
     forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
     profile: Any = key(
         None,
         "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",
         forms=(None, {"steps": list[int]}),
     )
+
+    @property
+    def chosen_trackers(self) -> list[TrackerName]:
+        """The trackers that `trackers`, or its short form, names."""
+        if self.tensorboard is not None:
+            return ["tensorboard"] if self.tensorboard else []
+        return list(dict.fromkeys(self.trackers))
 
 
 # No cluster is larger, and what is done for each rank ends in seconds.

@@ -8,8 +8,9 @@ up as `parent.name` first. Paths that start with `_` are parts of a value, which
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from fsdptrain.config.schema import TrackerName
 from fsdptrain.config.strategy import FSDP1_NUMBERS, ZERO_STAGES, Strategy
 
 NOTE = "note"  # instead of a recipe key: a sentence about a value whose meaning changes
@@ -220,6 +221,11 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "train_on_source": _ALL_TRAINED,
     "completion_only_loss": _ANSWERS_TRAINED,
     "assistant_only_loss": _ANSWERS_TRAINED,
+    "mask_history": _yes("data.turns", "last"),
+    "enable_thinking": {on: {"data.chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)},
+    "excess_length_strategy": {"drop": {"data.long_rows": "drop"}, "truncate": {"data.long_rows": "cut"}},
+    "dataset_exact_deduplication": _yes("data.drop_duplicates"),
+    "chat_template": {"tokenizer_default": {}, "jinja": {}},
     "torch_compile": {True: {"train.compile": True}, "auto": {}, False: {}},
     "compile": {True: {"train.compile": True}, False: {}},
     "full_determinism": _yes("train.deterministic"),
@@ -233,7 +239,11 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
     "optimizer.fused": {True: {}, False: {}},
     "resume_from_checkpoint": {},
     "auto_resume_from_checkpoints": {True: {}},
-    "report_to": {"tensorboard": {"log.tensorboard": True}, "none": {"log.tensorboard": False}},
+    "report_to": {
+        **{name: {"log.trackers": [name]} for name in get_args(TrackerName)}, "none": {"log.trackers": []},
+    },
+    "wandb": {True: {"log.trackers": ["wandb"]}}, "use_wandb": {True: {"log.trackers": ["wandb"]}},
+    "use_mlflow": {True: {"log.trackers": ["mlflow"]}},
     "save_safetensors": {True: {}},
     "stage3_gather_16bit_weights_on_model_save": _yes("export.at_end"),
     "fsdp": {
@@ -253,6 +263,7 @@ COUNTED_OTHERWISE = {
     "per_device_eval_batch_size": "train.micro_batch_size: evaluation uses it too",
     "eval_batch_size": "train.micro_batch_size: evaluation uses it too",
     "batch_size_val": "train.micro_batch_size: evaluation uses it too",
+    "chat_template": "data.format: chat uses the tokenizer's own template; data.chat_template takes another's file",
     "dataset_dir": "data.path is the file itself, not a folder with a dataset_info.json",
     "ddp_timeout": "launch.timeout_s keeps its default: a limit of days would not find a run that hangs",
     "freeze_trainable_layers": "set model.trainable to the names of parameters",

@@ -166,7 +166,7 @@ def _kind_settings(kind: Any) -> Settings | None:
 
 
 def _data_sets(value: Any) -> Settings | None:
-    """Return what a list of data sets sets: the first one, because a recipe has a single `data.path`."""
+    """Return what a list of data sets sets: the first one, and a note on the others, which data.sources can name."""
     sets = value if isinstance(value, list) else [value]
     first = sets[0] if isinstance(sets[0], dict) else {"path": sets[0]}
     path = first.get("data_files") or first.get("path")
@@ -181,7 +181,9 @@ def _data_sets(value: Any) -> Settings | None:
         settings |= {part: first[name]} if isinstance(first.get(name), str) else {}
     if len(sets) > 1:
         others = listed(item.get("path") if isinstance(item, dict) else item for item in sets[1:])
-        settings[NOTE] = f"data.path: only the first of {len(sets)} data sets; a recipe has one, so not: {others}"
+        settings[NOTE] = (
+            f"data.path: only the first of {len(sets)} data sets; for the others ({others}) use data.sources"
+        )
     return settings
 
 
@@ -296,6 +298,7 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "unfrozen_parameters": _plain_patterns,
     "roles_to_train": lambda value: {"data.train_on": "completion"} if value == ["assistant"] else None,
     "ddp_timeout": lambda value: {"launch.timeout_s": value} if isinstance(value, int) and value <= 86_400 else None,
+    "wandb_project": lambda value: {"log.trackers": ["wandb"], "log.project": value} if value else {},
     "num_machines": lambda value: {} if value == 1 else {"launch.nnodes": value},
     "max_grad_norm": _clipping,
     "clip_grad_norm": _clipping,

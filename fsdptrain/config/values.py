@@ -163,9 +163,32 @@ def range_problems(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
         message = _limit_message(path, value)
         if path == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
             message = f"{value_text(value)} is not a pair of numbers in [0, 1)"
-        if message:
-            problems.append(Problem(message, path, where[set_here[-1]] if set_here else None))
+        messages = [message] if message else [*item_messages(path, value)]
+        problems += [Problem(each, path, where[set_here[-1]] if set_here else None) for each in messages]
     return problems
+
+
+def item_messages(path: str, value: Any) -> Iterator[str]:
+    """Yield what is wrong with single values in a list of mappings; nothing if the key is not one (`items`)."""
+    schema = limits_of(path).get("items")
+    keys = [key_of(spec) for spec in dataclasses.fields(schema)] if schema else []
+    for number, item in enumerate(value, 1) if schema else ():
+        for word, value in item.items():
+            if word not in keys:
+                near = get_close_matches(word, keys, n=1)
+                hint = f"did you mean `{near[0]}`?" if near else f"the keys here are: {', '.join(keys)}"
+                yield f"source {number}: {word}: unknown key; {hint}"
+            elif not accepts(f"{path}.{word}", value):
+                yield f"source {number}: {word}: {_not_accepted_message(f'{path}.{word}', value)}"
+
+
+def _not_accepted_message(path: str, value: Any) -> str:
+    """Return why a key does not accept a value."""
+    try:
+        message = _limit_message(path, typed(value, annotation_of(path)))
+    except (ValueError, OverflowError):
+        message = None
+    return message or wrong_type_message(path, value)
 
 
 def _limit_message(path: str, value: Any) -> str | None:
@@ -213,7 +236,7 @@ def _number_message(value: Any, in_mapping: bool) -> str | None:
 
 def below_open_mapping(path: str) -> bool:
     """Return whether a path is below a mapping whose keys are free: those of the model's config or of the data."""
-    return path.startswith(("model.config.", "data.columns."))
+    return path.startswith(("model.config.", "data.columns.", "data.chat_template_kwargs."))
 
 
 def _expected(path: str) -> str:

@@ -24,20 +24,20 @@ from fsdptrain.folder.files import NOTHING_THERE, system_errors
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
 PIECE = 2**24  # bytes of a file that are read at a time
 CHECKSUM_FILE = "sums.json"
+PARTS_FILE = "parts.json"  # of a folder that needs others: KIND/NAME of each in the cache
 COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
 
 
-def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
+def cached_folder(kind: str, key: Any, write: Callable[[Path], None], little: int = QUICKLY_READ) -> Path:
     """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged.
 
     Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
-    folder = _folder_of(kind, key)
-    with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
-        if is_intact(folder, read_much=False):  # many ranks may look at once, and do not wait for one another
-            return folder
+    if found := intact_folder(kind, key, little):  # many ranks may look at once, and do not wait for one another
+        return found
+    folder = _folder(kind, key)
     with FileLock(f"{folder}.lock"):
-        if not _check_intact(folder):  # another process may have written it while this one waited
+        if not _check_intact(folder, little):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
             scratch = scratch_beside(folder)
             remove_leftovers(folder.parent)
@@ -52,13 +52,16 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     return folder
 
 
-def find_cached(kind: str, key: Any) -> Path | None:
-    """Return the cache's folder for `key` if it is there and intact; raises as `cached_folder` does."""
-    folder = _folder_of(kind, key)
-    return folder if _check_intact(folder) else None
+def intact_folder(kind: str, key: Any, little: int = QUICKLY_READ) -> Path | None:
+    """Return the cache's folder for `key` if it is there and intact as far as it is `quickly read`."""
+    folder = _folder(kind, key)
+    with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
+        if is_intact(folder, False, little):
+            return folder
+    return None
 
 
-def _folder_of(kind: str, key: Any) -> Path:
+def _folder(kind: str, key: Any) -> Path:
     return cache_dir(kind) / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -81,10 +84,10 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_intact(folder: Path) -> bool:
+def _check_intact(folder: Path, little: int) -> bool:
     """Return whether a prepared folder is intact; raise StorageError, with the host, when it cannot be read."""
     try:
-        return is_intact(folder)
+        return is_intact(folder, little=little)
     except StorageError as error:
         raise StorageError(
             f"cannot read the cache on {socket.gethostname()}: {error}; or set FSDPTRAIN_CACHE to another folder"
@@ -108,7 +111,7 @@ MORE_SPACE = "free some, or set FSDPTRAIN_CACHE to a folder on another disk"
 
 
 def cache_dir(kind: str) -> Path:
-    """Return the cache's folder for one kind (data, packed, tokenizers, …), created if it is missing.
+    """Return the cache's folder for one kind (data, tokens, packed, digests, …), created if it is missing.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.
@@ -135,26 +138,31 @@ def seal(folder: Path) -> None:
     (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
 
 
-def is_intact(folder: Path, read_much: bool = True) -> bool:
-    """Return whether a prepared folder is as it was when it was sealed.
+def is_intact(folder: Path, read_much: bool = True, little: int = QUICKLY_READ) -> bool:
+    """Return whether a prepared folder, and those that its PARTS_FILE names, are as they were when they were sealed.
 
-    Many bytes are read once, and again when the state of a file is another: `read_much=False` returns False instead.
-    Raises StorageError when the system fails to read a file that is there.
+    From `little` bytes on they are read once, and again when the state of a file is another: `read_much=False` returns
+    False instead. Raises StorageError when the system fails to read a file that is there.
     """
     try:
         with system_errors(folder):
             sums, states = _read_json(folder / CHECKSUM_FILE), _states(folder)
-            much = sum(size for _, size, *_ in states.values()) >= QUICKLY_READ
-            if much and _read_json(folder / COMPARED_FILE) == states:
-                return True
-            if (much and not read_much) or sums is None or sums != _checksums(folder, states):
+            much = sum(size for _, size, *_ in states.values()) >= little
+            parts = _read_json(folder / PARTS_FILE) or []
+            compared = much and _read_json(folder / COMPARED_FILE) == states
+            if not compared and ((much and not read_much) or sums is None or sums != _checksums(folder, states)):
                 return False
     except NOTHING_THERE:
         return False
-    if much:
+    if much and not compared:
         with contextlib.suppress(OSError):  # a folder of another user: it is read every time
             (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
-    return True
+    return all(is_intact(folder.parent.parent / name, read_much, little_part(len(parts))) for name in parts)
+
+
+def little_part(parts: int) -> int:
+    """Return the bytes of each of so many parts that are little: all together are then compared as one folder is."""
+    return QUICKLY_READ // max(1, parts)
 
 
 def _read_json(file: Path) -> Any:

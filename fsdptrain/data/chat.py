@@ -1,12 +1,14 @@
 """Conversations → text and the character spans to train: the assistant's content and its end-of-turn token.
 
-The whole conversation is rendered once, and that text is what is trained. The assistant's parts of it are located by
-the template's own `{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
+The whole conversation is rendered once, and that text is what is trained (with `data.turns: last` or `split`, a
+conversation is what leads to one turn, with that turn). The assistant's parts of it are located by the template's own
+`{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import signal
@@ -14,12 +16,23 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsdptrain.config.schema import Data
 from fsdptrain.data.patches import templates_on
-from fsdptrain.data.turns import BEGIN, END, Message, Span, TurnFinder, called_tools, cannot_locate, check_order
+from fsdptrain.data.turns import (
+    BEGIN,
+    END,
+    MarkedConversation,
+    Message,
+    Span,
+    TurnFinder,
+    called_tools,
+    cannot_locate,
+    check_order,
+)
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
 
@@ -33,6 +46,7 @@ PLAIN_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 
+Rendered = tuple[str, list[Span]]  # a text; the spans of it that are trained
 TextPart = dict[str, str]  # {type: text, text: …}
 
 # How a template may separate the parts of a content, and the separator for templates that take texts only: that of vLLM
@@ -52,11 +66,11 @@ def plain_template(prefix: str) -> str:
 class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
-    `train_all`: the whole text is trained, not only what the assistant says. `day`: what the template sees as today.
+    `data` says what is trained (`train_on`, `turns`) and has values for the template. `day`: what it sees as today.
     """
 
     tokenizer: Any
-    train_all: bool
+    data: Data
     day: date | None = None
 
     def __post_init__(self) -> None:
@@ -66,17 +80,27 @@ class ConversationRenderer:
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.finder = TurnFinder(self._apply_template, self.special, self.tokenizer.eos_token)
 
-    def __call__(
-        self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0
-    ) -> tuple[str, list[Span]]:
-        """Return a conversation as text, and the spans of it to train, in order; messages before `first` are a prompt.
+    def __call__(self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0) -> list[Rendered]:
+        """Return the rows of a conversation, each as text with the spans of it to train, in order.
+
+        Messages before `first` are not trained.
 
         Raises DataError, which begins with `place`, when the template rejects the conversation, does not finish, leaves
         out tools or calls of tools, or when the assistant's content cannot be located.
         """
+        trained = [m["role"] == "assistant" and m.get("weight", 1) for m in messages]
+        wanted = [i for i in range(first, len(messages)) if trained[i]]
+        if self.data.train_on == "all" and any(m.get("weight") == 0 for m in messages):
+            raise DataError(
+                f"{place}: a message has weight 0, but data.train_on: all trains all of the text: use completion"
+            )
+        messages = [{name: value for name, value in m.items() if name != "weight"} for m in messages]
+        rows: list[tuple[list[Message], list[int]]] = [(messages, wanted)]
+        if self.data.turns != "all" and wanted:
+            rows = [(messages[: i + 1], [i]) for i in wanted[-1 if self.data.turns == "last" else 0 :]]
         try:
             with _limited_resources(), templates_on(self.day):
-                return self._render(self._with_texts(messages, tools), tools, first)
+                return [self._render(self._with_texts(part, tools), tools, trained) for part, trained in rows]
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         except (TimeoutError, MemoryError) as error:
@@ -84,7 +108,8 @@ class ConversationRenderer:
                 f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
             ) from None
 
-    def _render(self, messages: list[Message], tools: list[Any] | None, first: int) -> tuple[str, list[Span]]:
+    def _render(self, messages: list[Message], tools: list[Any] | None, wanted: list[int]) -> Rendered:
+        """Return a conversation as text, and the spans of these messages of the assistant."""
         text = self._apply_template(messages, tools)
         if tools and text == self._apply_template(messages, None):
             raise DataError(
@@ -93,20 +118,18 @@ class ConversationRenderer:
         # `parts`: number of an assistant's message → the text that must contain the names of the tools it calls.
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         parts = dict.fromkeys(assistants, text)
-        if self.train_all:
+        if self.data.train_on == "all":
             spans = [(0, len(text))]
         elif self.marked_by_template:
             spans = self._generation_spans(messages, tools, text)
-            if before := sum(i < first for i in assistants):
-                if len(spans) != len(assistants):
-                    raise cannot_locate("does not mark each of the assistant's messages once")
-                spans = spans[before:]
+            if wanted != assistants:
+                spans = _spans_of_turns(spans, self.finder.mark(messages, tools, text), wanted)
         else:
             conversation = self.finder.mark(messages, tools, text)
-            turns = {i: conversation.turn_span(i) for i in assistants}
-            spans = [span for i, span in turns.items() if span[1] > span[0] and i >= first]
+            turns = {i: conversation.turn_span(i) for i in wanted}
+            spans = [span for span in turns.values() if span[1] > span[0]]
             check_order(spans, conversation.view.marks, messages)
-            parts = {i: text[start:stop] for i, (start, stop) in turns.items()}
+            parts |= {i: text[start:stop] for i, (start, stop) in turns.items()}
         for i, part in parts.items():
             missing = [name for name in called_tools(messages[i]) if name not in part]
             if missing:
@@ -158,7 +181,7 @@ class ConversationRenderer:
         try:
             found: Any = render_jinja_template(
                 [messages], tools, chat_template=self.tokenizer.chat_template, return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self.data.chat_template_kwargs},
             )  # fmt: skip
         except Exception as error:  # a template may raise anything through jinja
             raise _rejection(messages, error) from None
@@ -186,12 +209,41 @@ class ConversationRenderer:
     def _apply_template(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         try:
             return str(
-                self.tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=prompt)
+                self.tokenizer.apply_chat_template(
+                    messages, tools, tokenize=False, add_generation_prompt=prompt, **self.data.chat_template_kwargs
+                )
             )
         except (TimeoutError, MemoryError):
             raise
         except Exception as error:  # a template may raise anything through jinja
             raise _rejection(messages, error) from None
+
+
+def earlier_turns_differ(tokenizer: Any, data: Data, rows: list[dict[str, Any]], day: date | None) -> bool:
+    """Return whether these rows train any turn with another text than it has as the last turn of its conversation."""
+
+    def trained(row: dict[str, Any], turns: Literal["all", "split"]) -> list[str]:
+        render = ConversationRenderer(tokenizer, dataclasses.replace(data, turns=turns), day)
+        found = render(row["messages"], row.get("tools"), row["place"])
+        return [text[start:stop] for text, spans in found for start, stop in spans]
+
+    with contextlib.suppress(DataError):  # a template may reject a part of a conversation
+        return (
+            data.train_on == "completion"
+            and data.turns == "all"
+            and any(trained(row, "all") != trained(row, "split") for row in rows)
+        )
+    return False
+
+
+def _spans_of_turns(spans: list[Span], conversation: MarkedConversation, wanted: list[int]) -> list[Span]:
+    """Return the spans that are in these turns; raises DataError when one of them is also in another turn."""
+    turns = [conversation.turn_span(i) for i in wanted]
+    kept = [(a, b) for a, b in spans if any(a < stop and start < b for start, stop in turns)]
+    others = [m.at for m in conversation.view.marks if m.message not in wanted]
+    if any(a < at < b for a, b in kept for at in others):
+        raise cannot_locate("has {% generation %} marks around several messages")
+    return kept
 
 
 def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: bool = False) -> str:

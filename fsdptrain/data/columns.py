@@ -290,9 +290,19 @@ def _check_messages(row: dict[str, Any], column: str, *, place: str) -> list[dic
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), (str, list)):
             forms = "{role: text, content: text} nor ShareGPT's {from: text, value: text}"
             raise DataError(f"{place}: message {number} of {column!r} is neither {forms}")
+        _check_weight(kept, f"{place}: message {number} of {column!r}")
         _check_unicode(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
+
+
+def _check_weight(message: dict[str, Any], place: str) -> None:
+    """Raise DataError for a message whose `weight` is neither 0 nor 1, or that is not the assistant's and has 1."""
+    weight = message.get("weight", 0)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(f"{place}: weight is {shortened(repr(weight))}; expected 1 (trained) or 0 (not trained)")
+    if weight == 1 and message["role"] != "assistant":
+        raise DataError(f"{place}: weight is 1, but only messages of the assistant are trained: remove it, or write 0")
 
 
 def _text_parts(content: list[Any], place: str) -> list[dict[str, str]]:

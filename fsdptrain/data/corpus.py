@@ -10,13 +10,16 @@ for each seed how they are packed. So the ranks of a node share one copy and a s
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from array import array
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -25,22 +28,21 @@ from typing import Any, NotRequired, TypedDict, cast
 import numpy as np
 import torch
 
-from fsdptrain import __version__
+from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.columns import read_all_rows
-from fsdptrain.data.encode import TRAINED, Encoder
+from fsdptrain.data.interleave import Interleave
+from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
-from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
-from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.data.parts import encode_parts, parts_of, token_key
+from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
-NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval")  # keys of `data` that say which rows are read
 
 
 class Batch(TypedDict):
@@ -65,14 +67,14 @@ class EncodedRows:
     """The cached token stream of one data set.
 
     `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
-    uint32 [rows read] tokens of every row before it was cut or dropped; `notes` counts of rows that were read, split,
-    cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens; `name` the
-    digest of all that the stream was made from. `paired`: every two rows are a pair, chosen and rejected, which stay in
-    one sequence.
+    uint32 [rows read] tokens of every row, or pair, before it was cut or dropped; `notes` counts of rows that were
+    read, split, cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens;
+    `name` the digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if
+    several may be of one. `paired`: every two rows are a pair, chosen and rejected, which stay in one sequence.
     """
 
-    tokens: np.ndarray[Any, Any]
-    trained: np.ndarray[Any, Any]
+    tokens: Joined | np.ndarray[Any, Any]
+    trained: Joined | np.ndarray[Any, Any]
     ends: Ints
     lengths: np.ndarray[Any, Any]
     notes: dict[str, int]
@@ -81,6 +83,7 @@ class EncodedRows:
     fingerprint: str
     name: str
     digest: str
+    conversations: np.ndarray[Any, Any] | None = field(default=None, kw_only=True)
     paired: bool = field(default=False, kw_only=True)
 
     @property
@@ -112,12 +115,6 @@ class Corpus(EncodedRows):
         chosen = [self.pieces[self.offsets[n] : self.offsets[n + 1], 0] for n in numbers if n >= 0]
         return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *chosen]), side="right") - 1
 
-    def divisor(self, numbers: Sequence[int]) -> int:
-        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
-        if self.paired:
-            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
-        return int(self.labels[list(numbers)].sum())
-
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
@@ -141,39 +138,22 @@ class Corpus(EncodedRows):
         highest position affects every token, positions of padding are 0. The number -1 gives a sequence of padding. In
         `documents` the padding of a sequence is a document.
         """
-        shape = (len(numbers), self.seq_len)
-        ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
-        positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        lengths: list[list[int]] = []
-        answer = 0
-        for row, number in enumerate(numbers):
-            at = length = 0  # the next free position of the sequence; the length of its last piece
-            pieces = self.pieces[self.offsets[number] : self.offsets[number + 1]] if number >= 0 else self.pieces[:0]
-            for start, length, end in pieces:
-                ids[row, at : at + length] = self.tokens[start : start + length]
-                positions[row, at : at + length] = np.arange(length)
-                answers[row, at : at + length] = answer
-                answer += 1
-                targets = slice(start + 1, min(start + length + 1, end))
-                shifted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
-                labels[row, at : at + len(shifted)] = shifted
-                at += length
-            if self.count_padding:
-                positions[row, at:] = np.arange(length, length + self.seq_len - at)
-            lengths.append([*pieces[:, 1].tolist(), self.seq_len - int(at)])
-        documents, longest = document_bounds(lengths)
-        batch: Batch = {
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-            "documents": documents,
-            "longest": longest,
-        }
+        return batch_of([(self, number) for number in numbers])
+
+    def label_tokens(self, numbers: Sequence[int]) -> int:
+        """Return how many label tokens sequences `numbers` have in total."""
+        return int(self.labels[list(numbers)].sum())
+
+    def divisor(self, numbers: Sequence[int]) -> int:
+        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
         if self.paired:
-            of_rows = np.zeros(answer) if self.reference is None else self.reference[self.rows_of(numbers)]
-            batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
-            batch["reference"] = torch.from_numpy(of_rows)
-        return batch
+            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
+        return self.label_tokens(numbers)
+
+    @property
+    def parts(self) -> list[Corpus]:
+        """The corpora that this one consists of: itself."""
+        return [self]
 
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
         """Return a corpus with the beginning of the first piece of sequences `numbers`, each in one of its own.
@@ -200,6 +180,134 @@ class Corpus(EncodedRows):
         for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
             text = text[:place] + mark + text[place:]
         return text + ("…" if length > 400 else "")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several corpora, whose sequences are numbered one corpus after another; it does what a `Corpus` does.
+
+    `shares` are those of the corpora in what is read, relative to one another: means are over that.
+    """
+
+    parts: list[Corpus]
+    shares: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: list[Corpus], shares: tuple[int, ...] = ()) -> Corpus | Mixture:
+        """Return the mixture of corpora, without `shares` as large as they are; a single one as it is."""
+        return parts[0] if len(parts) == 1 else cls(parts, shares or tuple(map(len, parts)))
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The number of the first sequence of each corpus, and that after the last."""
+        return [0, *itertools.accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def seq_len(self) -> int:
+        """The tokens of a sequence."""
+        return self.parts[0].seq_len
+
+    @property
+    def name(self) -> str:
+        """The digest of all that the token streams were made from."""
+        return _digest_of(part.name for part in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the files of all corpora."""
+        return _digest_of(part.fingerprint for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the rows of all corpora, as tokens."""
+        return _digest_of(part.digest for part in self.parts)
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """The counts of the corpora, added."""
+        return dict(sum((Counter(part.notes) for part in self.parts), Counter()))
+
+    def fill(self) -> float:
+        """Return the fraction of tokens that are not padding; see `Corpus.fill`."""
+        return self._mean([part.fill() for part in self.parts])
+
+    def document(self) -> float:
+        """Return the tokens of the document that a position belongs to; see `Corpus.document`."""
+        return self._mean([part.document() for part in self.parts])
+
+    def _mean(self, values: list[float]) -> float:
+        return sum(share * value for share, value in zip(self.shares, values, strict=True)) / sum(self.shares)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Return sequences `numbers` as the rows of a micro-batch; see `Corpus.batch`."""
+        return batch_of([self._find(number) for number in numbers])
+
+    def label_tokens(self, numbers: Sequence[int]) -> int:
+        """Return how many label tokens sequences `numbers` have in total."""
+        return sum(int(corpus.labels[number]) for corpus, number in map(self._find, numbers))
+
+    def divisor(self, numbers: Sequence[int]) -> int:
+        """Return by what the summed loss of sequences `numbers` is divided; see `Corpus.divisor`."""
+        return sum(corpus.divisor([number]) for corpus, number in map(self._find, numbers))
+
+    def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
+        """Return the beginnings of those of sequences `numbers` that are in the first corpus: see `Corpus`."""
+        return self.parts[0].beginnings([number for number in numbers if number < self.starts[1]], length)
+
+    def _find(self, number: int) -> tuple[Corpus, int]:
+        """Return the corpus that has a sequence, and its number there."""
+        which = max(0, bisect.bisect_right(self.starts, number) - 1)
+        return self.parts[which], number - self.starts[which]
+
+
+def _digest_of(digests: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
+    """Return these sequences, each a number in its corpus, as the rows of a micro-batch; see `Corpus.batch`."""
+    shape = (len(rows), rows[0][0].seq_len)
+    ids, labels = np.empty(shape, np.int64), np.full(shape, IGNORED, np.int64)
+    positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    references = [np.zeros(0)]
+    answer = 0
+    lengths: list[list[int]] = []
+    for row, (corpus, number) in enumerate(rows):
+        ids[row] = corpus.pad
+        at = length = 0  # the next free position of the sequence; the length of its last piece
+        pieces = (
+            corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1]] if number >= 0 else corpus.pieces[:0]
+        )
+        for start, length, end in pieces:
+            answers[row, at : at + length] = answer
+            answer += 1
+            ids[row, at : at + length] = corpus.tokens[start : start + length]
+            positions[row, at : at + length] = np.arange(length)
+            targets = slice(start + 1, min(start + length + 1, end))
+            shifted = np.where(corpus.trained[targets], corpus.tokens[targets].astype(np.int64), IGNORED)
+            labels[row, at : at + len(shifted)] = shifted
+            at += length
+        if corpus.count_padding:
+            positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
+        lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
+        if corpus.paired:
+            of_rows = corpus.rows_of([number])
+            references.append(np.zeros(len(of_rows)) if corpus.reference is None else corpus.reference[of_rows])
+    documents, longest = document_bounds(lengths)
+    batch: Batch = {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(positions),
+        "documents": documents,
+        "longest": longest,
+    }
+    if rows[0][0].paired:
+        batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
+        batch["reference"] = torch.from_numpy(np.concatenate(references))
+    return batch
 
 
 def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
@@ -235,21 +343,44 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless stream over some sequences of a corpus: epoch after epoch, each a new permutation.
+    """An endless stream over the sequences of a corpus or a mixture: each source, again and again, in new permutations.
 
-    The sequence at a position depends on (seed, position) alone: not on the world size or on what was read before.
+    The sequence at a position depends on (seed, position) alone: not on the world size or on what was read before. In
+    one epoch of the stream there are `epoch` sequences.
     """
 
-    corpus: Corpus
-    numbers: Ints  # of the sequences in this stream
+    corpus: Corpus | Mixture
     seed: int
+    order: Interleave
+    epoch: int
+
+    @classmethod
+    def of(cls, sources: Sequence[MixtureSource], corpora: list[Corpus], seed: int) -> Stream:
+        """Return the stream over the corpora of these sources."""
+        weights = [source.weight for source in sources]
+        read = [source.epochs * len(corpus) for source, corpus in zip(sources, corpora, strict=True)]
+        order = Interleave.of([read[i] if weight is None else weight for i, weight in enumerate(weights)])
+        corpus = Mixture.of(corpora, order.shares)
+        # With weights nothing says how often a source is read: an epoch has as many sequences as there are.
+        return cls(corpus, seed, order, max(1, round(sum(read))) if None in weights else len(corpus))
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return self.epoch
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """Return the sequence numbers at these positions of the stream."""
-        return [int(self.numbers[_epoch_order(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
+        return [*map(self._number, positions)]
+
+    def _number(self, position: int) -> int:
+        source, nth = self.order.at(position)
+        size = len(self.corpus.parts[source])
+        start = sum(map(len, self.corpus.parts[:source]))
+        return start + int(_epoch_order(self.seed, source, nth // size, size)[nth % size])
+
+    def reads(self, positions: int) -> list[float]:
+        """Return how often each source is read in the first positions of the stream."""
+        counts = self.order.counts(positions)
+        return [count / len(part) for count, part in zip(counts, self.corpus.parts, strict=True)]
 
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the sequences at these positions; see `Corpus.batch`."""
@@ -257,7 +388,7 @@ class Stream:
 
     def label_tokens(self, positions: Sequence[int]) -> int:
         """Return how many label tokens the sequences at these positions have in total."""
-        return int(self.corpus.labels[self.at(positions)].sum())
+        return self.corpus.label_tokens(self.at(positions))
 
     def divisor(self, positions: Sequence[int]) -> int:
         """Return by what the loss at these positions is divided; see `Corpus.divisor`."""
@@ -268,38 +399,75 @@ class Stream:
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=4)  # a batch may span two epochs; two threads make batches
-def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
-    """Return the order of sequences in one epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(size)
+@functools.lru_cache(maxsize=64)  # of each source a batch may span two epochs; two threads make batches
+def _epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
+    """Return the order of a source's sequences in one epoch; that of source 0 is `[seed, epoch]`'s."""
+    return np.random.default_rng([seed, epoch, 0, source]).permutation(size)
 
 
 def prepare(
     plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
-) -> tuple[Stream, list[int], Corpus]:
+) -> tuple[Stream, list[int], Corpus | Mixture]:
     """Return the training stream, the held-out sequence numbers and their corpus; `count_padding` as in `Corpus`.
 
-    `day` is what a chat template sees as today. Raises DataError for wrong rows, and when no row has a trained token.
+    With `data.eval.fraction` and several sources, that corpus has a part for each. `day` is what a chat template sees
+    as today. Raises DataError for wrong rows, and when no row of a source has a trained token.
     """
-    data, seed = plan.recipe.data, plan.recipe.seed
-    held_out = data.eval or {}
-    rows = open_rows(plan.data_path, data, tokenizer, data.max_rows, progress, day)
-    packed = pack_rows(rows, data, seed, held_out.get("fraction"), plan.layout)
+    seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
+
+    def packed(data: Data, max_rows: int | None, fraction: float | None = None) -> list[Corpus]:
+        rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
+        corpora = pack_rows(rows, data, seed, fraction, plan.layout)
+        return [dataclasses.replace(corpus, count_padding=count_padding) for corpus in corpora]
+
+    sources = []
+    for each in plan.sources:
+        with errors_of(each.name if plan.recipe.data.sources else None):
+            sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction")))
+    held_out = [corpus for _, *rest in sources for corpus in rest]
     if plan.eval_path is not None:
-        rows = open_rows(plan.eval_path, data, tokenizer, held_out.get("max_rows"), progress, day)
-        packed += pack_rows(rows, data, seed, layout=plan.layout)
-    packed = [dataclasses.replace(corpus, count_padding=count_padding) for corpus in packed]
-    stream = Stream(packed[0], np.arange(len(packed[0])), seed)
-    return stream, list(range(len(packed[1]))) if packed[1:] else [], packed[-1]
+        held_out += packed(dataclasses.replace(plan.recipe.data, path=plan.eval_path), wanted.get("max_rows"))
+    stream = Stream.of(plan.sources, [train for train, *_ in sources], seed)
+    corpus = Mixture.of(held_out) if held_out else stream.corpus
+    return stream, list(range(len(corpus))) if held_out else [], corpus
 
 
-def row_notes(train: EncodedRows, held_out: EncodedRows) -> tuple[list[str], list[str]]:
+@contextlib.contextmanager
+def errors_of(source: str | None) -> Iterator[None]:
+    """Name the source of a mixture in the errors of its data; None: there is only one."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{error} (source {source})") if source else error from None
+
+
+def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -> tuple[list[str], list[str]]:
     """Return sentences on rows of which not all is used, and sentences on rows that are divided."""
-    lost, divided = _row_notes(train)
-    if held_out.name != train.name:  # from another path
-        for texts, others in zip((lost, divided), _row_notes(held_out), strict=True):
-            texts += [f"data.eval: {text}" for text in others]
+    lost: list[str] = []
+    divided: list[str] = []
+    names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
+    sets = [*zip(names, train.parts, strict=True)]
+    if plan.eval_path is not None and held_out.name != train.name:
+        sets += [("data.eval: ", rows) for rows in held_out.parts]
+    for name, rows in sets:
+        for texts, found in zip((lost, divided), _row_notes(rows), strict=True):
+            texts += [f"{name}{text}" for text in found]
     return lost, divided
+
+
+def reading_notes(plan: Plan, stream: Stream) -> list[str]:
+    """Return sentences on the sources of a mixture that are read again earlier than the others, or not to the end."""
+    size, steps = plan.recipe.train.global_batch_size, plan.total_steps(len(stream))
+    notes, usual = [], steps * size / len(stream)
+    for source, times in zip(plan.sources, stream.reads(steps * size), strict=True):
+        if times > max(1.0, 1.01 * usual):
+            first = math.ceil(steps / times)
+            notes.append(
+                f"{source.name}: read {times:.2f} times in the run; it is repeated from about step {first:,} on"
+            )
+        elif times < min(1.0, 0.99 * usual):
+            notes.append(f"{source.name}: only {times:.1%} of it is read in the run")
+    return notes
 
 
 def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
@@ -307,11 +475,15 @@ def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
     notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
     lost = {
         "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
-        "cut": f"cut at {limit} (data.seq_len)",
+        "too_long": f"dropped: longer than {limit} (data.long_rows)",
+        "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
     }
-    divided = {"split": f"split into pieces of at most {limit} (data.seq_len)"}
+    divided = {
+        "split": f"split into pieces of at most {limit} (data.seq_len)",
+        "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
+    }
     found_lost, found_divided = (
-        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes[what]]
+        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
         for texts in (lost, divided)
     )
     if empty := notes.get("empty_files"):
@@ -326,7 +498,8 @@ def pack_rows(
 ) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
 
-    No row is in both. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
+    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one are left out
+    before. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
     then held out as a row of its own, so that none of its tokens is a label of the first part. Raises DataError when
     either corpus would be empty.
     """
@@ -334,23 +507,38 @@ def pack_rows(
 
     def write(folder: Path) -> None:
         ends = rows.wholes
-        starts, stops, held, divided = ends[:-1], ends[1:], np.zeros(len(ends) - 1, bool), 0
+        kept = first_of_equal_rows(rows) if data.drop_duplicates else np.arange(len(ends) - 1)
+        starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
+        counts = {"duplicates": len(ends) - 1 - len(kept), "tokens": int((stops - starts).sum())}
         if fraction is not None:
-            starts, stops, held, divided = choose_held_out(ends, fraction, seed, data.format.long_rows == "split")
+            lengths, part = stops - starts, np.arange(len(kept))
+            if rows.conversations is not None:  # all rows of a conversation are on one side
+                part = np.unique(rows.conversations[kept], return_inverse=True)[1]
+                lengths = np.bincount(part, lengths).astype(np.int64)
+            held, divided = choose_held_out(lengths, fraction, seed, data.format.long_rows == "split")
+            held = held[part]
+        if divided is not None:
+            row, tokens = divided
+            edge = stops[row] - tokens
+            starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
+            held = np.insert(held, row + 1, True)
         for name, side in zip(names, (~held, held), strict=False):
             pieces, offsets, labels = cut_and_pack(
                 starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
             )
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(ends) - 1} rows leaves none {use}")
+                raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
             if rows.paired:
                 pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
+            counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
-        (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
+        notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
-    folder = cached_folder("packed", [rows.name, seed, fraction, layout], write)
+    key = [rows.name, rows.seq_len, data.packing, seed, fraction, layout, *["drop_duplicates"] * data.drop_duplicates]
+    folder = cached_folder("packed", key, write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return [
         Corpus(
@@ -370,14 +558,13 @@ def _array(path: Path) -> Any:
 
 
 def choose_held_out(
-    ends: Ints, fraction: float, seed: int, divisible: bool
-) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
-    """Draw rows by `seed` until they have this fraction of all tokens.
+    lengths: Ints, fraction: float, seed: int, divisible: bool
+) -> tuple[np.ndarray[Any, Any], tuple[int, int] | None]:
+    """Draw rows of these lengths [R] by `seed` until they have this fraction of all tokens.
 
-    `ends` int64 [R+1]: the rows' offsets. Returns starts [R'], ends [R'], whether each row is held out [R'], and how
-    many were divided (0 or 1).
+    Returns whether each row is held out [R], and (row, tokens to hold out of its end) if one is to be divided.
     """
-    lengths, wanted = np.diff(ends), round(fraction * int(ends[-1]))
+    wanted = round(fraction * int(lengths.sum()))
     drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # [seed, epoch] is the stream's
     short = drawn[lengths[drawn] <= wanted]
     whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
@@ -385,82 +572,58 @@ def choose_held_out(
     held = np.zeros(len(lengths), bool)
     held[whole] = True
     if missing <= wanted / 2 or len(short) == len(drawn):
-        return ends[:-1], ends[1:], held, 0
+        return held, None
     long = int(drawn[lengths[drawn] > wanted][0])
-    if not divisible:
-        held[long] = True
-        return ends[:-1], ends[1:], held, 0
-    ends = np.insert(ends, long + 1, ends[long + 1] - missing)
-    return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
+    held[long] = not divisible
+    return held, (long, missing) if divisible else None
+
+
+def first_of_equal_rows(rows: EncodedRows) -> Ints:
+    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained."""
+    digests = bytearray()
+    for start, stop in itertools.pairwise(rows.ends.tolist()):
+        digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
+        digest.update(rows.trained[start:stop].tobytes())
+        digests += digest.digest()
+    return np.sort(np.unique(np.frombuffer(digests, "S16"), return_index=True)[1])
 
 
 def open_rows(
     path: DataPath, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
 ) -> EncodedRows:
-    """Return the rows of a data path from the cache, made by the first process that needs them.
+    """Return the rows of a data path from the cache, made by the first process that needs them, with all cores.
 
     Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
     """
     readable_files(path, progress=progress)  # downloads what is in an object store
     before = data_stamps(path)
     content = fingerprint(path)
-    key = {
-        "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
-        "max_rows": max_rows, "day": day and day.isoformat(),
-        "keys": [value for name, value in vars(data).items() if name not in NOT_OF_TOKENS],
-    }  # fmt: skip
+    limit = None if data.treatment == "continued" else data.seq_len  # above which a row is cut or dropped, or counted
+    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.treatment, limit]
 
     def write(folder: Path) -> None:
-        _write_rows(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
+        parts = parts_of(path)
+        with contextlib.closing(encode_parts(parts, tokenizer, data, day, max_rows, progress)) as encoded:
+            notes = join(folder, encoded, data)
+        if notes["tokens"] == 0:
+            long = f"; {found:,} are longer than data.seq_len" if (found := notes.get("too_long")) else ""
+            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token{long}")
         if data_stamps(path) != before:
             raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
+        notes["empty_files"] = len(before) - len({file for part in parts for file in part.stamps})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
     folder = cached_folder("data", key, write)
-    flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
-    arrays = {name: _array(folder / f"{name}.npy") for name in ("lengths", "ends")}
+    streams: dict[str, Any] = {name: Joined(folder, name) for name in ("tokens", "trained")}
+    names = _OF_ROWS if data.turns == "split" else _OF_ROWS.keys() - {"conversations"}
+    arrays = {name: np.memmap(folder / f"{name}.bin", _OF_ROWS[name], "r") for name in names}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
-        **flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
+        **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
         name=folder.name, paired=data.format.is_paired,
     )  # fmt: skip
 
 
-_STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
-
-
-def _write_rows(
-    folder: Path, path: DataPath, data: Data, encode: Encoder, max_rows: int | None, progress: Progress
-) -> None:
-    """Tokenise every row into flat files."""
-    sources = open_sources(path)
-    available = sum(len(source) for source in sources)
-    total = min(available, max_rows) if max_rows is not None else available
-    ends, done, labels, digest = array("q", [0]), 0, 0, hashlib.sha256()
-    with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
-        for batch in read_all_rows(sources, data, max_rows):
-            for ids, mask in encode(batch):
-                row = array("I", ids).tobytes()
-                tokens.write(row)
-                trained.write(mask)
-                ends.append(ends[-1] + len(ids))
-                digest.update(len(ids).to_bytes(8) + row + mask)
-                labels += mask.count(TRAINED, 1)  # nothing predicts the first token of a row
-            done += len(batch)
-            progress("tokenise", done, total)
-    if ends[-1] == 0:
-        raise DataError(f"{listed(places(path))}: none of the {done} rows has a trained token")
-    np.save(folder / "lengths.npy", np.array(encode.lengths))
-    np.save(folder / "ends.npy", np.array(ends))
-    empty = max(0, count_files(path) - len(sources))
-    notes = {
-        "rows": done,
-        "available": available,
-        "empty_files": empty,
-        **encode.counts,
-        "tokens": int(ends[-1]),
-        "label_tokens": labels,
-    }
-    (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-    (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")
+_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32, "conversations": np.uint32}

@@ -29,7 +29,7 @@ Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, 
 
 
 class Encoder:
-    """Encodes rows of one format as tokens and flags, and counts the rows that are cut, split or dropped.
+    """Encodes rows of one format as tokens and flags, and counts the rows that are dropped.
 
     `day` is what a chat template sees as today.
 
@@ -47,35 +47,29 @@ class Encoder:
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
-            ConversationRenderer(tokenizer, data.train_on == "all", day)
+            ConversationRenderer(tokenizer, data, day)
             if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template)
             else None
         )
-        self.lengths = array("I")  # tokens of each row, before it is cut
-        self.counts = {"cut": 0, "dropped": 0, "split": 0}
+        self.lengths = array("I")  # tokens of each row, or of both answers of a pair
+        self.dropped = 0
+        self.conversation = 0  # number of the conversation that is encoded
+        self.conversations = array("I")  # that of each row that is kept
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode a batch of rows; rows without a trained token are dropped and counted.
 
-        The two answers of a pair are kept or dropped together, and cut where both together fit into a sequence.
+        The two answers of a pair, which follow one another, are kept or dropped together.
         """
-        if self.data.format.is_paired:
-            encoded = self._pairs(rows)
-            wholes: Iterable[Sequence[Row]] = zip(encoded, encoded, strict=True)
-        else:
-            wholes = ([row] for row in (self._conversations if self.data.format.is_chat else self._texts)(rows))
-        for whole in wholes:
-            sizes, size = [len(ids) for ids, _ in whole], self.data.seq_len
-            self.lengths.append(sum(sizes))
-            if sum(sizes) > size and self.data.long_rows != "continued":
-                self.counts[self.data.long_rows] += 1
-                if self.data.long_rows == "cut":  # of two answers, the longer one gets what the other leaves
-                    limit = max(size // len(whole), size - sum(sizes) + max(sizes))
-                    whole = [(ids[:limit], mask[:limit]) for ids, mask in whole]
+        form = self.data.format
+        encode = self._pairs if form.is_paired else self._conversations if form.is_chat else self._texts
+        for whole in zip(*[encode(rows)] * form.rows, strict=True):
+            self.lengths.append(sum(len(ids) for ids, _ in whole))
             if all(TRAINED in mask[1:] for _, mask in whole):
+                self.conversations.extend([self.conversation] * len(whole))
                 yield from whole
             else:
-                self.counts["dropped"] += 1
+                self.dropped += 1
 
     def _texts(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode the fields of a row as one text, of which the last field, or all, is trained."""
@@ -93,7 +87,11 @@ class Encoder:
         """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
         assert self.render_conversation is not None
         rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]
-        yield from self._encode_masked([text for text, _ in rendered], [spans for _, spans in rendered])
+        texts, spans = zip(*itertools.chain.from_iterable(rendered), strict=True)
+        encoded = self._encode_masked(texts, spans)
+        for made in rendered:
+            self.conversation += 1
+            yield from itertools.islice(encoded, len(made))
 
     def _pairs(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode each row as two: its prompt with the chosen answer, then with the rejected one."""
@@ -104,8 +102,11 @@ class Encoder:
             text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
             if "place" in row:
                 if self.render_conversation is None:
-                    raise DataError(f"{row['place']}: the tokenizer has no chat template, which messages need")
-                text, spans = self.render_conversation(text, row.get("tools"), row["place"], len(prompt))
+                    raise DataError(
+                        f"{row['place']}: the tokenizer has no chat template, which messages need: set "
+                        "data.chat_template"
+                    )
+                [(text, spans)] = self.render_conversation(text, row.get("tools"), row["place"], len(prompt))
             texts.append(text)
             spans_of.append(spans)
         encoded = self._encode_masked(texts, spans_of)
@@ -124,7 +125,7 @@ class Encoder:
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         return encoded
 
-    def _encode_masked(self, texts: list[str], spans_of: list[list[Span]]) -> Iterator[Row]:
+    def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
         """Encode texts; the tokens inside one of a text's spans are trained."""
         edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
         locate = self._locate if self.backend is not None else self._locate_without_offsets
@@ -135,7 +136,7 @@ class Encoder:
                 mask[before[a] : before[b]] = b"\1" * (before[b] - before[a])
             yield ids, bytes(mask)
 
-    def _locate(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+    def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
         for found, text, edges in zip(
@@ -180,7 +181,7 @@ class Encoder:
         ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
-    def _locate_without_offsets(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+    def _locate_without_offsets(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Locate edges without offsets (a tokenizer in Python has none): compare with the tokens of the text before."""
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)

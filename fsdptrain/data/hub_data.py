@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.data.readers import Rows, Source, without_nulls
+from fsdptrain.data.readers import BEGIN, PART_BYTES, Cut, Rows, Source, without_nulls
 from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_line, listed
 from fsdptrain.plan.plan import HubData
 
@@ -64,11 +64,16 @@ def open_hub_data(path: str) -> Source:
             f"and {HUB_UNREACHABLE}; set data.revision to a cached commit, or connect to the Hub"
         )
 
-    def rows(columns: list[str]) -> Rows:
-        for number, row in enumerate(opened.select_columns(columns), 1):
-            yield f"{path}, row {number}", {name: without_nulls(value) for name, value in row.items()}
+    step = max(1, len(opened) * PART_BYTES // max(1, opened.data.nbytes))
+    cuts = [(row, row) for row in range(step, len(opened), step)]
+    return Source(path, opened.column_names, len(opened), functools.partial(_read, path, opened), cuts)
 
-    return Source(path, opened.column_names, len(opened), rows)
+
+def _read(path: str, opened: Any, columns: list[str], start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
+    wanted = opened.select_columns(columns)
+    wanted = wanted.select(range(start[0], stop[0] if stop else len(opened)))
+    for number, row in enumerate(wanted, start[0] + 1):
+        yield f"{path}, row {number}", {name: without_nulls(value) for name, value in row.items()}
 
 
 def _load_data_set(data: HubData, commit: str | None) -> Any:

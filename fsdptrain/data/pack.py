@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from fsdptrain.config.schema import Data
+from fsdptrain.data.joined import Joined
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Flags = Joined | np.ndarray[Any, Any]
 WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a sequence
+CHUNK = 2**16  # pieces whose labels are counted at a time: a Python number takes more memory than one in an array
 TRIED = 4  # pieces that it tries to complete with another
 
 
-def cut_and_pack(
-    starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int | None
-) -> tuple[Ints, Ints, Ints]:
+def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int | None) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
     Rows that share sequences are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs
@@ -37,13 +39,16 @@ def cut_and_pack(
     ends = np.concatenate([[0], np.cumsum(stops - starts)])
     pieces = cut(ends, data)
     shift = (starts - ends[:-1])[np.searchsorted(ends, pieces[:, 0], side="right") - 1]
-    placed = pieces + np.stack([shift, np.zeros_like(shift), shift], axis=1)
-    labels = piece_labels(placed, trained)
+    pieces[:, 0] += shift
+    pieces[:, 2] += shift
+    labels = piece_labels(pieces, trained)
     used = labels > 0
-    if not used.any():
-        return placed[used], np.zeros(1, np.int64), labels[used]
-    order, offsets = pack(pieces[used], data, by_length=seed is None)
-    return placed[used][order], offsets, np.add.reduceat(labels[used][order], offsets[:-1])
+    if not used.all():
+        pieces, labels, shift = pieces[used], labels[used], shift[used]
+    if not len(pieces):
+        return pieces, np.zeros(1, np.int64), labels
+    order, offsets = pack(pieces[:, :2] - np.stack([shift, 0 * shift], axis=1), data, by_length=seed is None)
+    return pieces[order], offsets, np.add.reduceat(labels[order], offsets[:-1])
 
 
 def cut(ends: Ints, data: Data) -> Ints:
@@ -65,7 +70,7 @@ def cut(ends: Ints, data: Data) -> Ints:
     return np.stack([starts, np.diff(bounds), ends[np.searchsorted(ends, starts, side="right")]], axis=1)
 
 
-def split_pairs(pieces: Ints, offsets: Ints, ends: Ints, trained: np.ndarray[Any, Any]) -> tuple[Ints, Ints, Ints]:
+def split_pairs(pieces: Ints, offsets: Ints, ends: Ints, trained: Flags) -> tuple[Ints, Ints, Ints]:
     """Return `pieces`, `offsets` and `labels` with two pieces for each pair, chosen and rejected, that was one piece.
 
     `ends` [R+1] are the offsets of the rows, two for each pair.
@@ -76,14 +81,15 @@ def split_pairs(pieces: Ints, offsets: Ints, ends: Ints, trained: np.ndarray[Any
     return halves, 2 * offsets, np.add.reduceat(piece_labels(halves, trained), 2 * offsets[:-1])
 
 
-def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
+def piece_labels(pieces: Ints, trained: Flags) -> Ints:
     """Count the label tokens of each piece: the trained tokens that its positions predict, all in the same row."""
-    flags = np.asarray(trained)  # a plain array: slicing a memory map takes ten times as long
-    in_file = np.argsort(pieces[:, 0])  # read in order: they may be larger than memory
-    start, length, end = pieces[in_file].T
-    wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
     labels = np.empty(len(pieces), np.int64)
-    labels[in_file] = [np.count_nonzero(flags[a:b]) for a, b in wanted]
+    in_file = np.argsort(pieces[:, 0])  # read in order: they may be larger than memory
+    for at in range(0, len(pieces), CHUNK):
+        some = in_file[at : at + CHUNK]
+        start, length, end = pieces[some].T
+        wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
+        labels[some] = [np.count_nonzero(trained[a:b]) for a, b in wanted]
     return labels
 
 
@@ -99,18 +105,22 @@ def pack(pieces: Ints, data: Data, by_length: bool = False) -> tuple[Ints, Ints]
         sequence = pieces[:, 0] // data.seq_len
         changes = np.flatnonzero(np.diff(sequence)) + 1
         return np.arange(len(pieces)), np.concatenate([[0], changes, [len(pieces)]])
-    members = (best_fit_decreasing if by_length else fill_sequences)(pieces[:, 1].tolist(), data.seq_len)
-    return np.array([*itertools.chain.from_iterable(members)]), np.cumsum([0, *map(len, members)])
+    order, counts = array("q"), array("q", [0])
+    lengths = np.ascontiguousarray(pieces[:, 1]).data  # a memoryview: its items are ints
+    for members in (best_fit_decreasing if by_length else fill_sequences)(lengths, data.seq_len):
+        order.extend(members)
+        counts.append(len(members))
+    return np.asarray(order), np.cumsum(counts)
 
 
-def fill_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return sequences of at most `size`, as numbers of pieces, which have these lengths and come in random order.
+def fill_sequences(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yield sequences of at most `size`, as numbers of pieces, which have these lengths and come in random order.
 
     A sequence takes the pieces that come next until there is space for about two more. The rest is filled as well as
     possible with one or two of the next WINDOW pieces, again and again until none fits. So a sequence is a random
     sample of the pieces but for its last ones, and is filled as well as by best-fit decreasing over all pieces.
     """
-    window, sequences = _Window(lengths), []
+    window = _Window(lengths)
     two = 2 * sum(lengths) / max(1, len(lengths))
     while window.waiting:
         sequence: list[int] = []
@@ -121,8 +131,7 @@ def fill_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
         while found := window.best_fit(space):
             space -= sum(map(window.take, found))
             sequence += found
-        sequences.append(sequence)
-    return sequences
+        yield sequence
 
 
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:

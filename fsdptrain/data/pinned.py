@@ -34,7 +34,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
 
     Raises CheckpointError when the pinned commits cannot be read.
     """
-    hub_paths = [path for path in (plan.data_path, plan.eval_path) if path and is_hub_data(path)]
+    hub_paths = [path for path in (*plan.data_paths, plan.eval_path) if path and is_hub_data(path)]
     if not hub_paths:
         return plan
 
@@ -46,7 +46,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     paths = {path: str(HubData.of(path).at(commit)) for path, commit in commits.items() if commit}
     return dataclasses.replace(
         plan,
-        data_path=paths.get(plan.data_path, plan.data_path) if isinstance(plan.data_path, str) else plan.data_path,
+        data_paths=[paths.get(path, path) if isinstance(path, str) else path for path in plan.data_paths],
         eval_path=paths.get(plan.eval_path, plan.eval_path) if plan.eval_path else None,
     )
 
@@ -57,7 +57,7 @@ def pin_date(plan: Plan, tokenizer: Any, rundir: RunDir, keep: bool = True) -> d
     It is that of the day on which the run begins. `keep` writes it. Raises CheckpointError when the pinned one cannot
     be read.
     """
-    if not plan.recipe.data.format.renders_chat or "strftime_now" not in str(tokenizer.chat_template):
+    if not plan.trains_chat or "strftime_now" not in str(tokenizer.chat_template):
         return None
     today = datetime.datetime.now().date()
     pinned = _pin(rundir, keep, lambda pinned: {"date": pinned.get("date", today.isoformat())})

@@ -13,8 +13,9 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fsdptrain.config.paths import COMPRESSED, DATA_SUFFIXES, data_kind
 from fsdptrain.errors import DataError, first_line
 
 BATCH_ROWS = 1000
+PART_BYTES = 2**25  # of a source, about, that one process encodes and the cache keeps by itself
 MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
 
@@ -41,6 +43,8 @@ CONVERSIONS = {
 Rows = Iterator[
     tuple[str, dict[str, Any] | DataError]
 ]  # (the row's place, `file:line` or `file, row 3`; column → value, or what is wrong with it)
+Cut = tuple[int, int]  # between two rows: byte, row group or row at which a source can be cut, and lines or rows before
+BEGIN: Cut = (0, 0)
 
 
 class EmptyFile(DataError):
@@ -51,11 +55,15 @@ MOST_BROKEN = 10  # rows that a message lists
 READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
 
 
-def broken_rows_error(broken: list[DataError], read: int) -> DataError:
+class BrokenRows(DataError):
+    """Rows that are not what the recipe says they are; rows behind them may be broken too."""
+
+
+def broken_rows_error(broken: list[DataError], read: int) -> BrokenRows:
     """Return one error for these broken rows, up to MOST_BROKEN of them; `read` rows were read after the first."""
     among = f" in the {read + 1:,} rows from there, after which reading stopped" if read >= READ_ON else ""
     count = [f"{len(broken):,} broken rows{among}, of which the first {MOST_BROKEN} are listed"]
-    return DataError("\n  ".join([*map(str, broken[:MOST_BROKEN]), *(count if len(broken) > MOST_BROKEN else [])]))
+    return BrokenRows("\n  ".join([*map(str, broken[:MOST_BROKEN]), *(count if len(broken) > MOST_BROKEN else [])]))
 
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -63,15 +71,31 @@ csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own lim
 
 @dataclass(frozen=True)
 class Source:
-    """One file or Hub data set: its name for errors, its columns, its row count, and a reader of some columns."""
+    """One file or Hub data set: its name for errors, its columns, its row count, and a reader of some columns.
+
+    `rows` can be pickled. It reads what is between two of the `cuts`, of which the list is complete unless the rows of
+    a file of JSON lines have to be found first.
+    """
 
     name: str
     columns: list[str]
     count: int
-    rows: Callable[[list[str]], Rows]
+    rows: Callable[..., Rows]
+    cuts: Sequence[Cut] = ()
+    is_counted: bool = True
 
     def __len__(self) -> int:
         return self.count
+
+    def between(self, start: Cut, stop: Cut | None) -> Source:
+        """Return the part of the source between two cuts; None is its end."""
+        rows = self.rows if (start, stop) == (BEGIN, None) else partial(self.rows, start=start, stop=stop)
+        count = (stop[1] if stop else self.count) - start[1] if self.is_counted else self.count
+        return replace(self, rows=rows, count=count, cuts=())
+
+    def counted(self) -> int:
+        """Return the number of rows, which are read unless it is known."""
+        return self.count if self.is_counted else sum(1 for _ in self.rows(self.columns))
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,7 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
         reader = _TEXT_READERS[kind]
         columns = _csv_header(file) if kind in (".csv", ".tsv") else _columns_of_first(reader(file))
         count = sum(1 for _ in reader(file)) if count_rows else sum(1 for _ in islice(reader(file), 1))
-        source = Source(str(file), columns, count, lambda _columns: reader(file))
+        source = Source(str(file), columns, count, partial(_read_text, kind, file), is_counted=count_rows)
     if source.count < 1:  # the count in a damaged parquet file may even be negative
         raise EmptyFile(f"{file} has no rows")
     return source
@@ -155,10 +179,12 @@ def _open_bytes(file: DataFile) -> io.BufferedIOBase:
     return io.BufferedReader(pa.input_stream(str(file.path), compression=kind)) if kind else file.path.open("rb")
 
 
-def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
+def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) without a byte order mark; raises DataError for what is not UTF-8."""
     with file_errors(file), _open_bytes(file) as stream:
-        for number, line in enumerate(stream, 1):
+        if start != BEGIN:
+            stream.seek(start[0])
+        for number, line in enumerate(islice(stream, stop[1] - start[1] if stop else None), start[1] + 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -166,8 +192,8 @@ def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
                 raise DataError(f"{file}:{number}: not UTF-8 text: {bad}; save the file as UTF-8") from None
 
 
-def _json_lines(file: DataFile) -> Rows:
-    for number, line in _lines(file):
+def _json_lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
+    for number, line in _lines(file, start, stop):
         if line.strip():
             place = f"{file}:{number}"
             try:
@@ -265,24 +291,39 @@ def _document(file: DataFile) -> Rows:
     yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 
-_TEXT_READERS: dict[str, Callable[[DataFile], Rows]] = {
+_TEXT_READERS: dict[str, Callable[..., Rows]] = {
     ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _document, ".text": _document,
 }  # fmt: skip
 
 
-def _open_parquet(file: DataFile) -> Source:
-    def rows(columns: list[str]) -> Rows:
-        number = 0
-        try:
-            for batch in pq.ParquetFile(file.path).iter_batches(BATCH_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", {name: without_nulls(value) for name, value in row.items()}
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
+def _read_text(kind: str, file: DataFile, columns: list[str], **part: Cut | None) -> Rows:
+    return _TEXT_READERS[kind](file, **part)
 
+
+def _read_parquet(file: DataFile, columns: list[str], start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
+    number = start[1]
     try:
         opened = pq.ParquetFile(file.path)
-        return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
+        groups = range(start[0], stop[0] if stop else opened.num_row_groups)
+        for batch in opened.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", {name: without_nulls(value) for name, value in row.items()}
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
+
+
+def _open_parquet(file: DataFile) -> Source:
+    try:
+        opened = pq.ParquetFile(file.path)
+        found, size, before = opened.metadata, 0, 0
+        cuts: list[Cut] = []
+        for number in range(found.num_row_groups):
+            if size >= PART_BYTES:
+                size = 0
+                cuts.append((number, before))
+            group = found.row_group(number)
+            size, before = size + group.total_byte_size, before + group.num_rows
+        return Source(str(file), opened.schema_arrow.names, found.num_rows, partial(_read_parquet, file), cuts)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {first_line(error)}") from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Treatment = Literal["split", "cut", "continued"]  # of rows that are longer than a sequence: `Data.long_rows`
+from fsdptrain.config.schema import Treatment
+
 COVERED = 0.99  # share of the rows that are not longer than a sequence
-LONGEST = {"split": 2048, "cut": 8192, "continued": 2048}  # tokens of a sequence, if long rows are split, or cut
+LONGEST = {"split": 2048, "cut": 8192, "drop": 8192, "continued": 2048}  # tokens of a sequence, by `Data.treatment`
 STEP_TOKENS = 2**17  # of an optimizer step, if there are enough
 MICRO_TOKENS = 2**11  # of a micro-batch, before a search for the fastest plan
 STEPS = 100  # that a run should have at least
@@ -26,8 +27,13 @@ class RowLengths:
 
     def tokens(self, seq_len: int, treatment: Treatment) -> int:
         """Return how many tokens all rows have in sequences of `seq_len`, extrapolated from those that were read."""
-        kept = np.minimum(self.lengths, seq_len) if treatment == "cut" else self.lengths
-        return round(float(kept.sum()) * self.available / len(self.lengths))
+        return round(kept_tokens(self.lengths, seq_len, treatment) * self.available / len(self.lengths))
+
+
+def kept_tokens(lengths: np.ndarray[Any, Any], seq_len: int, treatment: Treatment) -> float:
+    """Return how many tokens of rows of these lengths [R] are in sequences of `seq_len`."""
+    kept = {"cut": np.minimum(lengths, seq_len), "drop": lengths[lengths <= seq_len]}.get(treatment, lengths)
+    return float(kept.sum())
 
 
 def choose_sizes(rows: RowLengths, treatment: Treatment, positions: int | None, ranks: int) -> dict[str, Any]:
@@ -40,7 +46,7 @@ def choose_sizes(rows: RowLengths, treatment: Treatment, positions: int | None, 
         rows.lengths, LONGEST[treatment] if positions is None else min(positions, LONGEST[treatment])
     )
     sequences = max(1, math.ceil(rows.tokens(seq_len, treatment) / seq_len))
-    held_out = _held_out(rows.available if treatment == "cut" else max(rows.available, sequences), sequences)
+    held_out = _held_out(rows.available if treatment in ("cut", "drop") else max(rows.available, sequences), sequences)
     sequences = max(1, math.floor(sequences * (1 - (held_out or 0))))
     epochs = 1 if sequences >= FEW else 3
     batch = _batch(sequences, epochs, STEP_TOKENS // seq_len, ranks)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,10 @@ from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import DataObject, fetch, list_objects
 from fsdptrain.data.readers import (
+    BEGIN,
+    PART_BYTES,
     SUPPORTED,
+    Cut,
     DataFile,
     EmptyFile,
     Source,
@@ -31,6 +38,7 @@ from fsdptrain.plan.plan import HubData
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 DIGEST_FILE = "sha256"  # in a folder of the cache
+READERS = 8  # files that are read at a time for their digests
 
 
 def data_files(path: str) -> list[Path]:
@@ -100,10 +108,11 @@ def bytes_to_download(path: DataPath) -> int:
 
 def data_stamps(path: DataPath) -> list[tuple[str, int, int]]:
     """Return (name, bytes, mtime in ns) of every data file, to compare before and after reading them."""
-    return [_stamp(file) for file in readable_files(path)]
+    return [stamp(file) for file in readable_files(path)]
 
 
-def _stamp(file: DataFile) -> tuple[str, int, int]:
+def stamp(file: DataFile) -> tuple[str, int, int]:
+    """Return (name, bytes, mtime in ns) of a data file."""
     with file_errors(file):
         status = file.path.stat()
     return file.name, status.st_size, status.st_mtime_ns
@@ -115,42 +124,75 @@ def fingerprint(path: DataPath) -> str:
     From QUICKLY_READ on they are read by one process of a node only: their digest is cached, until a file is changed.
     The copies of objects do not change: their digest is cached by URL, size and ETag.
     """
-    files, objects = readable_files(path), data_objects(path)
     if is_hub_data(path):
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    copies = {str(each.place) for each in objects}
-    local = [_state(file) for file in files if file.name not in copies]
-    states: list[Any] = [*((str(each.place), each.size, each.etag) for each in objects), *local]
-    size = sum(each.size for each in objects) + sum(size for _, _, size, _ in local)
-    changed_s = max((max(changes) for *_, changes in local), default=0) / 1e9
-    if size < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
-        return _digest(files)
+    digest = hashlib.sha256()
+    for file, content in contents(path).items():
+        digest.update(str(data_kind(file.name)).encode() + b"\0" + bytes.fromhex(content.sha256))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Content:
+    """The SHA-256 of a file, and places at which a file of JSON lines can be cut, PART_BYTES apart."""
+
+    sha256: str
+    cuts: list[Cut]
+
+
+def contents(path: DataPath) -> dict[DataFile, Content]:
+    """Return what identifies the content of every file behind a path; nothing for a Hub data set.
+
+    From QUICKLY_READ on it is cached: that of each large file by itself, that of all others together.
+    """
+    objects: dict[str, list[Any]] = {str(e.place): [str(e.place), e.size, e.etag, [0]] for e in data_objects(path)}
+    states = {file: objects.get(file.name) or _state(file) for file in readable_files(path)}
+    large = [file for file, (_, size, *_) in states.items() if size >= QUICKLY_READ]
+    groups = [[file] for file in large] + [[file for file in states if file not in set(large)]]
+    with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:  # hashing leaves the GIL
+        found = dict(chain.from_iterable(pool.map(lambda group: _contents(group, states).items(), groups)))
+    return {file: found[file] for file in states}
+
+
+def _contents(files: list[DataFile], states: dict[DataFile, list[Any]]) -> dict[DataFile, Content]:
+    known = [states[file] for file in files]
+    changed_s = max((max(changes) for *_, changes in known), default=0) / 1e9
+    if sum(size for _, size, *_ in known) < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
+        return {file: _content(file) for file in files}
 
     def write(folder: Path) -> None:
-        (folder / DIGEST_FILE).write_text(_digest(files), encoding="ascii")
+        found = [dataclasses.asdict(_content(file)) for file in files]
+        (folder / DIGEST_FILE).write_text(json.dumps(found), encoding="ascii")
 
-    return (cached_folder("digests", states, write) / DIGEST_FILE).read_text(encoding="ascii")
+    read = json.loads((cached_folder("digests", known, write) / DIGEST_FILE).read_text(encoding="ascii"))
+    return {file: Content(**each) for file, each in zip(files, read, strict=True)}
 
 
-def _state(file: DataFile) -> tuple[str, int, int, tuple[int, int]]:
-    """Return name, inode, bytes, and when content and status were changed in ns: no write leaves all of them.
+def _state(file: DataFile) -> list[Any]:
+    """Return name, bytes, inode, and when content and status were changed in ns: no write leaves all of them.
 
     The file is opened, because a client of NFS trusts what it knows of files that are not.
     """
     with file_errors(file), file.path.open("rb") as stream:
         status = os.fstat(stream.fileno())
-    return file.name, status.st_ino, status.st_size, (status.st_mtime_ns, status.st_ctime_ns)
+    return [file.name, status.st_size, status.st_ino, [status.st_mtime_ns, status.st_ctime_ns]]
 
 
-def _digest(files: list[DataFile]) -> str:
-    """Return a SHA-256 over the type and content of files, which are read."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file_errors(file), file.path.open("rb") as stream:
-            digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+def _content(file: DataFile) -> Content:
+    """Read a file, once."""
+    cuts: list[Cut] = []
+    with file_errors(file), file.path.open("rb") as stream:
+        if not file.name.lower().endswith(".jsonl"):  # in other types a line need not begin a row
+            return Content(hashlib.file_digest(stream, "sha256").hexdigest(), cuts)
+        digest, at, lines = hashlib.sha256(), 0, 0
+        while piece := stream.read(PIECE) + stream.readline():
+            if at - (cuts[-1] if cuts else BEGIN)[0] >= PART_BYTES:
+                cuts.append((at, lines))
+            digest.update(piece)
+            at, lines = at + len(piece), lines + piece.count(b"\n")
+    return Content(digest.hexdigest(), cuts)
 
 
 def quick_fingerprint(path: DataPath, budget: int) -> str:
@@ -166,7 +208,7 @@ def quick_fingerprint(path: DataPath, budget: int) -> str:
         raise NoData(f"data.path: {shortened(', '.join(places(path)))!r} was not found")
     listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, DataObject)]
     digest.update(json.dumps(listed).encode())
-    files = [_stamp(file) for file in found if isinstance(file, DataFile)]
+    files = [stamp(file) for file in found if isinstance(file, DataFile)]
     whole = sum(size for _, size, _ in files) <= budget
     for name, size, _ in files:
         digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
@@ -186,8 +228,13 @@ def open_sources(path: DataPath) -> list[Source]:
     """
     if is_hub_data(path):
         return [open_hub_data(path)]
+    return list(opened_files(path).values())
+
+
+def opened_files(path: DataPath, count_rows: bool = True) -> dict[DataFile, Source]:
+    """Open every file of local paths and URLs; raises as `open_sources` does."""
     _check_places(path)
-    return list(_open_files(readable_files(path), count_rows=True))
+    return dict(_open_files(readable_files(path), count_rows))
 
 
 def first_source(path: DataPath) -> Source:
@@ -195,10 +242,10 @@ def first_source(path: DataPath) -> Source:
     if is_hub_data(path):
         return open_hub_data(path)
     _check_places(path)
-    return next(_open_files(map(_downloaded, _found(path)), count_rows=False))
+    return next(_open_files(map(_downloaded, _found(path)), count_rows=False))[1]
 
 
-def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[Source]:
+def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[tuple[DataFile, Source]]:
     """Open one file after another, without those that are empty; raise DataError if all of them are."""
     empty = []
     opened = False
@@ -209,7 +256,7 @@ def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[Source]
             empty.append(error)
             continue
         opened = True
-        yield source
+        yield file, source
     if not opened:
         raise DataError(
             str(empty[0]) if len(empty) == 1 else f"all {len(empty)} files are empty; the first: {empty[0]}"

@@ -90,7 +90,7 @@ class Starter:
             fields=_one_line(self.described),
             columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
             seq_len=keys.get("data.seq_len", 2048),
-            long_rows=self.read_as.long_rows,
+            long_rows=self.read_as.treatment,
             held_out=held_out,
             forecast="".join(f"# {line}\n" for line in forecast),
             strategy=keys.get("fsdp.strategy", DEFAULT_STRATEGY),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import itertools
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.config.schema import Model
+from fsdptrain.config.schema import Data, Model
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_all_rows
@@ -29,8 +32,8 @@ END_OF_TEXT = "<|endoftext|>"
 def load_tokenizer(plan: Plan, progress: Progress) -> Any:
     """Return the tokenizer that the recipe names, or one trained on its data.
 
-    When conversations are trained, a tokenizer without a chat template gets the plain one, so that the export has the
-    template that the model learned. Raises RecipeError for a tokenizer that cannot be loaded or used.
+    When conversations are trained, it gets the recipe's chat template, or the plain one if it has none, so that the
+    export has the template that the model learned. Raises RecipeError for a tokenizer that cannot be loaded or used.
     """
     wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
     if isinstance(wanted, dict):
@@ -40,12 +43,26 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         reject_symlinks_outside(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
+    data = plan.recipe.data
+    if data.chat_template is not None:
+        tokenizer.chat_template = data.chat_template
     if not isinstance(tokenizer.chat_template, (str, type(None))):
-        raise RecipeError("model.tokenizer: it has several chat templates: keep only the one to train with")
-    if tokenizer.chat_template is None and plan.recipe.data.format.is_chat:
+        raise RecipeError("model.tokenizer: it has several chat templates: bring one in data.chat_template")
+    if tokenizer.chat_template is None and any(source.data.format.is_chat for source in plan.sources):
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
+    _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
+    """Raise RecipeError for `data.chat_template_kwargs` that the chat template does not read."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in itertools.chain.from_iterable(data.chat_template_kwargs for data in sets):
+        if name in {*own, "messages"}:
+            raise RecipeError(f"data.chat_template_kwargs: {name} is set by fsdptrain: remove it")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise RecipeError(f"data.chat_template_kwargs: the chat template does not read {name}: remove it")
 
 
 def _add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -77,15 +94,16 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     """Return a byte-level BPE of `size` tokens, trained on the texts of data.path and cached by their content."""
-    data = plan.recipe.data
 
     def write(folder: Path) -> None:
         progress("tokenizer", 0, 1)
         train_bpe(_training_texts(plan), size).save_pretrained(folder)
         progress("tokenizer", 1, 1)
 
-    readable_files(plan.data_path, progress=progress)  # downloads what is in an object store
-    content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
+    content: list[Any] = [__version__, size]
+    for data in (source.data for source in plan.sources):
+        readable_files(data.path, progress=progress)  # downloads what is in an object store
+        content += [fingerprint(data.path), data.format, data.columns, data.max_rows]
     return AutoTokenizer.from_pretrained(cached_folder("tokenizers", content, write))
 
 
@@ -106,10 +124,9 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 def _training_texts(plan: Plan) -> Iterator[str]:
     """Yield every text of the training data, whatever its format."""
-    data = plan.recipe.data
-    for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
-        for row in rows:
-            for value in (row[field] for field in ("prompt", *data.format.fields) if field in row):
+    for data in (source.data for source in plan.sources):
+        for row in itertools.chain.from_iterable(read_all_rows(open_sources(data.path), data, data.max_rows)):
+            for value in (row[field] for field in {"prompt": None, **data.format.fields} if field in row):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:
                     yield from [part["text"] for part in content] if isinstance(content, list) else [content]

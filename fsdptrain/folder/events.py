@@ -1,4 +1,4 @@
-"""Write the events of a run to `metrics.jsonl` and TensorBoard, and read them back with every step once."""
+"""Write the events of a run to `metrics.jsonl`, and read them back with every step once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from fsdptrain.errors import to_record
 from fsdptrain.folder.files import is_regular_file
-from fsdptrain.folder.records import EVENTS, Record, RunState, Tail, json_safe, last_kept, without_undone
+from fsdptrain.folder.records import Record, RunState, Tail, json_safe, without_undone
 from fsdptrain.folder.rundir import RunDir
 
 PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
@@ -26,36 +26,25 @@ def progress_record(stage: str, done: int, total: int) -> Record:
 class Reporter:
     """Writes the events of a run, on rank 0. On other ranks (`rundir=None`) every call does nothing."""
 
-    def __init__(
-        self, rundir: RunDir | None, tensorboard: bool = False, show: Callable[[Record], None] = lambda record: None
-    ) -> None:
+    def __init__(self, rundir: RunDir | None, show: Callable[[Record], None] = lambda record: None) -> None:
         """`show` gets the records as they are written."""
         self._rundir, self._show = rundir, show
         self._metrics: IO[str] | None = None
         self._progress: IO[str] | None = None
-        self._board: Any = None
         self._last_progress = ("", 0.0)
         if rundir is None:
             return
         rundir.logs.mkdir(exist_ok=True)  # but not the run folder, if it was removed
         self._metrics = rundir.metrics.open("a", buffering=1, encoding="utf-8")
         self._progress = rundir.progress.open("a", buffering=1, encoding="utf-8")
-        if tensorboard:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._board = EventFileWriter(str(rundir.tensorboard))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event with its time (`at`, seconds since 1970), its numbers to TensorBoard too (see EVENTS)."""
+        """Write one event with its time (`at`, seconds since 1970). Trackers get it from the file."""
         if self._metrics is None:
             return
         record = {"event": kind, "at": round(time.time(), 3), **fields}
         self._metrics.write(json.dumps(json_safe(record)) + "\n")
         self._show(record)
-        if self._board and EVENTS[kind].on_board:
-            self._scalars(kind, fields)
-        if self._board and kind == "resume":
-            self._purge(last_kept(fields["step"]))
 
     def resume(self, step: int, changed: dict[str, Any], notes: Sequence[str] = ()) -> None:
         """Write that training continues after `step`, unless this is the first start. Readers drop later events."""
@@ -91,24 +80,10 @@ class Reporter:
 
     def close(self) -> None:
         """Flush and close every file."""
-        for stream in (self._metrics, self._progress, self._board):
+        for stream in (self._metrics, self._progress):
             if stream is not None:
                 stream.close()
-        self._metrics = self._progress = self._board = None
-
-    def _scalars(self, kind: str, fields: Record) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
-        values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
-        self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
-
-    def _purge(self, last: int) -> None:
-        """Make TensorBoard drop what earlier attempts wrote about steps after `last`."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._board.add_event(Event(step=last + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._metrics = self._progress = None
 
 
 def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:
@@ -129,6 +104,11 @@ def cut_partial_lines(rundir: RunDir) -> None:
         complete = Tail(path).offset
         if is_regular_file(path) and path.stat().st_size > complete:
             os.truncate(path, complete)
+
+
+def read_losses(metrics: Path) -> dict[int, float]:
+    """Return the held-out losses in `metrics.jsonl` that can be compared, by step."""
+    return RunState.of(Tail(metrics, from_end=False).read()).losses()
 
 
 def read_history(metrics: Path | str) -> list[Record]:

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +45,10 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
+
+
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
 
@@ -52,6 +56,7 @@ def _are_counts(value: Any) -> bool:
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
 COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
 NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
+NUMBERS = FieldType("an object of numbers", _are_numbers)
 SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
@@ -73,7 +78,7 @@ class EventKind:
     fields: dict[str, FieldType]
     optional: dict[str, FieldType] = field(default_factory=dict)
     undone: bool = False  # if the run resumes from before its step
-    on_board: bool = False  # its numbers go to TensorBoard
+    on_board: bool = False  # trackers get it
     trains: bool = False  # written by workers that have met
 
 
@@ -112,9 +117,9 @@ EVENTS = {
         undone=True, on_board=True, trains=True,
     ),
     "eval": EventKind(
-        "the held-out rows are evaluated after `step`; 0: with the first weights",
+        "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
         {"step": COUNT, "loss": NUMBER, "tokens": COUNT},
-        {"perplexity": NUMBER, **PREFERENCES},
+        {"perplexity": NUMBER, "losses": NUMBERS, **PREFERENCES},
         undone=True, on_board=True, trains=True,
     ),
     "save": EventKind(
@@ -138,6 +143,12 @@ EVENTS = {
             "step": COUNT, "adapter": TEXT, "kept": TEXT, "compared": COMPARED, "opened": FLAG, "not_opened": TEXT,
             "not_compared": TEXT,
         },
+        trains=True,
+    ),
+    "early_stop": EventKind(
+        "the run ends after `step`: no loss of the last `evaluations` was below that of step `best` (`eval.patience`)",
+        {"step": COUNT, "evaluations": COUNT},
+        {"best": COUNT},
         trains=True,
     ),
     "stop": EventKind("the run was stopped by a signal after `step`", {"step": COUNT, "signal": TEXT}),
@@ -258,9 +269,15 @@ def json_safe(value: Any) -> Any:
 def restore_numbers(record: Record) -> None:
     """Make numbers of the texts that `json_safe` wrote."""
     event = EVENTS.get(str(record.get("event")))
-    for name, kind in event.fields.items() if event else ():
-        if kind is NUMBER and record.get(name) in ("nan", "inf", "-inf"):
-            record[name] = float(record[name])
+    for name, kind in (event.fields | event.optional).items() if event else ():
+        if kind is NUMBER and name in record:
+            record[name] = _restored(record[name])
+        elif kind is NUMBERS and isinstance(record.get(name), dict):
+            record[name] = {key: _restored(value) for key, value in record[name].items()}
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 class Tail:
@@ -340,6 +357,7 @@ class RunState:
         self._trained: list[Record] = []  # of each attempt that made a step: the first, with its `start` event
         self._start: Record | None = None
         self._newest_step = -1  # of the events that a resume can undo
+        self._not_compared = 0  # up to this step evaluations were of other held-out data, or of the first weights
         self.newest: dict[str, Record] = {}  # of each kind in EVENTS
         self.steps_made = 0
         self.attempts = 0
@@ -366,13 +384,16 @@ class RunState:
             last = record["step"] - 1
         if last is not None:
             self._undo(last)
+        if kind == "resume" and any(key.startswith("data.eval") for key in record.get("changed", {})):
+            self._not_compared = record["step"]
         if kind in self._kept:
             self._newest_step = max(self._newest_step, record["step"])
         if kind == "start":
             self._start = record
             self.attempts += 1
             self.ends = []
-            self.newest.pop("restart", None)
+            for ending in ("restart", "early_stop"):
+                self.newest.pop(ending, None)
             self.step_times.clear()
         elif kind == "restart":
             self.ends = []
@@ -382,7 +403,7 @@ class RunState:
             self._add_step(record)
         elif kind in self._kept:
             _push(self._kept[kind], record)
-        if kind in ("step", "resume"):
+        if kind in ("step", "resume", "early_stop"):
             self.steps_made = record["step"]
         self.newest[kind] = record
         return last
@@ -401,6 +422,7 @@ class RunState:
             while records and records[-1]["step"] > last:
                 records.pop()
         self._newest_step = min(self._newest_step, last)
+        self._not_compared = max(0, min(self._not_compared, last))
         for kind, records in self._kept.items():
             self.newest.pop(kind, None)
             self.newest.update({kind: records[-1]} if records else {})
@@ -427,6 +449,14 @@ class RunState:
         """The `start` event of the attempt that trained the newest step that is not undone."""
         return self._trained[-1]["start"] if self._trained else None
 
+    def losses(self, until: float = math.inf, name: str = "loss") -> dict[int, float]:
+        """Return the held-out losses that can be compared, by step, up to the step `until`.
+
+        Those of the first weights do not count, nor those of other held-out data than the newest.
+        """
+        first = self._not_compared
+        return {each["step"]: float(each[name]) for each in self._kept["eval"] if first < each["step"] <= until}
+
     def has(self, kind: str, step: int) -> bool:
         """Return whether an event of this kind and step, which a resume can undo, is not undone; `step` apart."""
         return any(record["step"] == step for record in self._kept[kind])
@@ -437,6 +467,29 @@ def _push(records: list[Record], record: Record) -> None:
     while records and records[-1]["step"] >= record["step"]:
         records.pop()
     records.append(record)
+
+
+def by_loss(losses: Mapping[int, float], among: Collection[int] | None = None) -> list[int]:
+    """Return the steps with a finite loss, of these or all, the lowest loss first; of equal ones, the earlier first."""
+    steps = (step for step in losses if math.isfinite(losses[step]) and (among is None or step in among))
+    return sorted(steps, key=lambda step: (losses[step], step))
+
+
+def evaluations_since_best(losses: Mapping[int, float]) -> int:
+    """Return how many evaluations came after that of the lowest loss."""
+    best = [*by_loss(losses), 0][0]
+    return sum(step > best for step in losses)
+
+
+def without_better(early_stop: Record) -> str:
+    """Return why a run ended before its last step."""
+    since = f" than that of step {early_stop['best']:,}" if "best" in early_stop else ""
+    return f"no lower held-out loss{since} in {counted(early_stop['evaluations'], 'evaluation')}"
+
+
+def ends_early(losses: Mapping[int, float], step: int, patience: int | None) -> bool:
+    """Return whether a run ends at `step`, which is evaluated: none of `patience` evaluations had a lower loss."""
+    return patience is not None and step in losses and evaluations_since_best(losses) >= patience
 
 
 def last_kept(resumed: int) -> int:

@@ -45,6 +45,7 @@ class RunDir:
     forecast = Below("forecast.json")  # compared with the measurements of the run
     export_record = Below("export.json")  # the step of the export, and the files that fsdptrain wrote into it
     tensorboard = Below("tensorboard")  # TensorBoard's event files
+    trackers = Below("trackers")  # how far each tracker is (NAME.json), and W&B's files
     profiles = Below("profiles")  # of `log.profile`, for each rank: traces (.json.gz), memory snapshots (.pickle)
     logs = Below("logs")  # of every worker and of the launcher
     launcher_log = Below("logs", "launcher.log")  # what the launcher's agent printed
@@ -150,5 +151,5 @@ class RunDir:
     def written_paths(self) -> list[Path]:
         """Return every file and folder that a run writes directly into its folder."""
         inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned, self.reference]
-        reports = [self.metrics, self.forecast, self.tensorboard, self.profiles, self.logs]
+        reports = [self.metrics, self.forecast, self.tensorboard, self.trackers, self.profiles, self.logs]
         return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]

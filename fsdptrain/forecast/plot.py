@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -66,10 +67,31 @@ def check_plot_path(path: Path) -> None:
         problem = f"{path.name!r} must end in .svg or .png"
     elif not path.parent.is_dir():
         problem = f"folder {str(path.parent)!r} does not exist"
-    elif importlib.util.find_spec("matplotlib") is None:
-        problem = "needs matplotlib: pip install 'fsdptrain[plot]'"
     if problem:
         raise RecipeError([Problem(problem, "--plot")])
+    require_matplotlib("--plot")
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise RecipeError, which names `what` needs it, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RecipeError([Problem("needs matplotlib: pip install 'fsdptrain[plot]'", what)])
+
+
+@contextlib.contextmanager
+def fixed_style(salt: str = "fsdptrain", **settings: Any) -> Iterator[None]:
+    """Draw with matplotlib's defaults and these settings until the block ends.
+
+    Equal input gives equal files: neither the user's matplotlibrc nor a random id changes a plot. `salt` makes the ids
+    of an SVG differ from those of others on the same page.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context():  # restores the settings that are changed here
+        matplotlib.rcdefaults()
+        parameters: Any = matplotlib.rcParams  # its type lists every name
+        parameters.update({"svg.hashsalt": salt, **settings})
+        yield
 
 
 class Point(NamedTuple):
@@ -105,17 +127,13 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
     written.
     """
     check_plot_path(path)
-    import matplotlib
     from matplotlib.figure import Figure
 
     phases = [
         phase._replace(points=thin(phase.points, phase.last - phase.first))
         for phase in timeline(trace, device, granularity)
     ]
-    with matplotlib.rc_context():  # restores the settings that are changed here
-        # Equal traces give equal files: neither the user's matplotlibrc nor a random id changes the plot.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams["svg.hashsalt"] = "fsdptrain"
+    with fixed_style():
         # A Figure without pyplot needs no window and no backend, and there is nothing to close.
         figure = Figure(figsize=(11, 5.6), dpi=120)
         axes = figure.add_axes((0.06, 0.07, 0.68, 0.75))

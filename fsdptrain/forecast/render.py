@@ -82,8 +82,6 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
         f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
         f"{seconds(forecast.exposed_s)} s for what compute does not hide",
     ]
-    if plan.compiles:
-        lines[0] += "; what train.compile saves is unknown, and not counted"
     if not cost:
         return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]
     hours = cost["gpu_hours"]

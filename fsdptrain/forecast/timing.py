@@ -25,7 +25,11 @@ RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 # Products in float8, with their casts: times the rate of those in bf16, times their memory traffic. Each operand is
 # read for its largest number, read to be cast, written, and read: by rows for each product, else once for two of them.
 # The rates follow from published speeds of 8B models on 8 H100s: see docs/calibration.md.
-FLOAT8 = {"float8_rowwise": (1.55, 2.5), "float8_tensorwise": (1.9, 1.5)}
+FLOAT8 = {"float8_rowwise": (1.65, 2.5), "float8_tensorwise": (1.85, 1.5)}
+
+# What the compiler leaves of the memory traffic of operators that are not products, in layers and loss. It follows from
+# a published gain, of an 8B model on 8 H100s: see docs/calibration.md.
+COMPILED = 0.44
 
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 
@@ -47,9 +51,12 @@ class Timing:
 
 
 def replay_streams(
-    events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int, recompute_s: float = 0.0
-) -> Timing:
+    events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int, recompute_s: float = 0.0,
+    compiled: bool = False,
+) -> Timing:  # fmt: skip
     """Time the events; `half`: matrix products run in bf16; `recompute_s` are the host's seconds a unit in backward.
+
+    `compiled`: the layers and the loss are compiled on a GPU.
 
     The host launches kernels and collectives in program order. A device stream runs them one after another, at the
     earliest when they are launched. On a CPU the host itself computes and communicates. In a collective between nodes
@@ -61,9 +68,11 @@ def replay_streams(
     links = _Links(clock, event_s)
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = late = 0.0
+    fuses = False  # whether what computes at this moment is compiled
     for event in events:
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
+            seconds *= COMPILED if fuses and event.stream == COMPUTE_STREAM and not (event.flops or event.link) else 1.0
             timing.flops += event.flops
             if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy
                 host += seconds
@@ -91,6 +100,7 @@ def replay_streams(
         elif isinstance(event, WaitEvent):
             clock[event.stream] = max(clock[event.stream], event_s.get(event.event, 0.0))
         elif isinstance(event, Moment):
+            fuses = compiled and event.name.startswith(("forward of ", "backward of ")) and "embed" not in event.name
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
         elif isinstance(event, Synchronize):
             host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])

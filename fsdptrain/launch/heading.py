@@ -79,8 +79,9 @@ def _describe_trained(plan: Plan) -> str:
 
 def _describe_data(plan: Plan) -> str:
     data = plan.recipe.data
+    kinds = listed(dict.fromkeys(source.data.format for source in plan.sources), 3)
     names = [short_path(Path(name)) if Path(name).is_absolute() else name for name in places(plan.data_path)]
-    return f"{listed(names, 3)}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
+    return f"{listed(names, 3)}: {kinds}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
 def nodes_text(plan: Plan) -> str:

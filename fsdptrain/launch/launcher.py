@@ -20,7 +20,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import IO
@@ -67,15 +67,17 @@ LATE_S = 60.0  # that a node waits for the others before it reports it
 MEET_S = 600.0  # with a range of nodes: without news of the others, a node then gives up, as torchrun does
 
 
-def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
+def launch(
+    plan: Plan, screen: Screen, earlier: EarlierAttempts, poll: Callable[[bool], None] = lambda is_first: None
+) -> None:
     """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
     Start them again once, with blocking launches, if a kernel failed on a GPU of a single node: only then does Python
     know where.
 
-    `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
-    WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
-    time for full host memory.
+    `earlier` is shown in the heading, and `poll` is that of Attempt. Raises the error of the first rank that failed,
+    Stopped after a stop signal, or WorkerError: when a worker died, after two restarts without a new checkpoint, or
+    when a worker was killed a second time for full host memory.
     """
     rundir = plan.rundir
     restarts = fruitless = memory_kills = 0
@@ -85,7 +87,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
-            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings)
+            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings, poll=poll)
             # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
             if restarts and plan.topology.nnodes == 1:
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
@@ -211,10 +213,14 @@ class Attempt:
         worker: str = "train",
         folder: FolderWatch | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
+        poll: Callable[[bool], None] = lambda is_first: None,
     ) -> None:
-        """`folder` tells whether the run folder is still there; `settings` are added to the workers' environment."""
+        """`folder` tells whether the run folder is still there; `settings` are added to the workers' environment.
+
+        `poll` is called again and again once the nodes have met, with whether this is the node of rank 0.
+        """
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
-        self._settings = settings
+        self._settings, self._poll = settings, poll
         self._check_folder = folder.check if folder else lambda: None
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
         self.waited = False  # for ten minutes or more, for others that train
@@ -345,6 +351,8 @@ class Attempt:
                 return
             self._say_late()
             self._show_new_records()
+            if self._met:
+                self._poll(self._place["node"] == 0)
             if self.stop.count and not self._met:  # there are no workers to wait for
                 self._killed_because = f"by {self.stop.by}"
                 return
@@ -395,7 +403,7 @@ class Attempt:
         step, saved = state.steps_made, state.saved_step
         if not state.step_times:
             return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
-        if step >= state.newest["start"]["total_steps"]:
+        if step >= state.newest["start"]["total_steps"] or "early_stop" in state.newest:
             return "stopping: all steps are done; with a checkpoint, but without what is left of evaluation and export"
         cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.folder.records import RunState, Tail
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
+from fsdptrain.trackers.follower import TrackerState
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
@@ -34,21 +36,30 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
-    if recipe.log.tensorboard:
-        yield _line("curves", ["tensorboard", "--logdir", _shown(rundir.tensorboard)])
+    for name in recipe.log.chosen_trackers:
+        if shown_by := TrackerState.read(rundir, name).shown_by:
+            *command, last = shown_by
+            yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
         yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
     if rundir.export.is_dir():
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
         yield _line("share", ["hf", "upload", "ORG/NAME", folder])
-    train = recipe.train
-    longer = f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs or 1):g}"
-    yield _line("longer", [*_command(words, LENGTH_KEYS), longer])
+    key, value = _longer(plan)
+    yield _line("longer", [*_command(words, LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
         again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{rundir.url or _shown(rundir.root)}-2"}
         yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
+
+
+def _longer(plan: Plan) -> tuple[str, float]:
+    """Return the key that has ended the run, and twice its value."""
+    train, patience = plan.recipe.train, plan.recipe.eval.patience
+    if patience and "early_stop" in RunState.of(Tail(plan.rundir.metrics, from_end=False).read()).newest:
+        return "eval.patience", 2 * patience
+    return ("train.steps", 2 * train.steps) if train.steps else ("train.epochs", 2 * (train.epochs or 1))
 
 
 def _profile_words(rundir: RunDir) -> str:
@@ -83,10 +94,11 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
     else:
         imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
     trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
-    data = plan.recipe.data
+    data = next((source.data for source in plan.sources if source.data.format.is_chat), plan.sources[0].data)
     if data.format.is_chat:
         prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        settings += "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
         text = QUESTION + data.separator if data.format.has_prompt or data.format.is_paired else "Once upon a time"

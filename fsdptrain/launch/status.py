@@ -22,7 +22,7 @@ from fsdptrain.attempts.holder import holder_of
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.folder.ownership import is_marked, read_export_record
-from fsdptrain.folder.records import Record, RunState, Tail, waits_for_slow_ranks
+from fsdptrain.folder.records import Record, RunState, Tail, by_loss, waits_for_slow_ranks, without_better
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
@@ -43,8 +43,8 @@ UNKNOWN: dict[str, Any] = {
     "state": None, "why": None, "name": None, "run_dir": None, "ranks": None, "nodes": None, "nodes_allowed": None,
     "source": None, "host": None, "hosts": [], "attempts": 0, "last_record_age_s": None, "late": False,
     "silent_ranks": [], "stage": None, "step": 0, "total_steps": None, "loss": None, "lr": None, "grad_norm": None,
-    "step_s": None, "positions_per_s": None, "mfu": None, "eta_s": None, "eval": None, "checkpoint": None,
-    "unsaved_steps": 0, "straggler": None, "hung_ranks": [], "export": None, "skipped": [],
+    "step_s": None, "positions_per_s": None, "mfu": None, "eta_s": None, "eval": None, "best": None,
+    "checkpoint": None, "unsaved_steps": 0, "straggler": None, "hung_ranks": [], "export": None, "skipped": [],
 }  # fmt: skip
 
 ENDED = ("finished", "stopped", "failed", "killed")
@@ -115,7 +115,10 @@ class Observer:
             "total_steps": total,
             **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
             "eta_s": self._eta_s(made, total) if running and not late else None,
-            "eval": {name: last["eval"][name] for name in ("step", "loss")} if "eval" in last else None,
+            "eval": {key: last["eval"][key] for key in ("step", "loss", "losses") if key in last["eval"]}
+            if "eval" in last
+            else None,
+            "best": self._best(),
             "checkpoint": checkpoint,
             "unsaved_steps": max(0, made - self._run.saved_step),
             "straggler": self._straggler(made) if running else None,
@@ -123,6 +126,14 @@ class Observer:
             "export": self._export_place(),
             "skipped": self._skipped(),
         }
+
+    def _best(self) -> dict[str, Any] | None:
+        """Return the evaluation with the lowest loss, and whether checkpoint.keep_best keeps its checkpoint."""
+        losses = self._run.losses()
+        if not (best := by_loss(losses)[:1]):
+            return None
+        kept = bool(self.plan.recipe.checkpoint.keep_best) and self._run.has("save", best[0])
+        return {"step": best[0], "loss": losses[best[0]], "kept": kept}
 
     def _skipped(self) -> list[str]:
         """Name the records that cannot be used."""
@@ -141,6 +152,8 @@ class Observer:
     def _state(self, made: int, total: int | None, silent_s: float | None, here: bool) -> tuple[str, str]:
         """Return the state in one word, and what it is derived from. `here`: its lock is held on this machine."""
         if self._is_finished(made, total):
+            if early := self._last.get("early_stop"):
+                return "finished", f"{without_better(early)}: ended after step {made:,} of {total:,}"
             return "finished", f"all {counted(made, 'step')} are trained"
         if self.rundir.url is not None and not here:
             return self._state_in_store()
@@ -212,11 +225,12 @@ class Observer:
 
     def _is_finished(self, made: int, total: int | None) -> bool:
         """Return whether all steps are trained and, if the recipe wants it, the model is exported since."""
-        if total is None or made < total:
+        if total is None or (made < total and "early_stop" not in self._last):
             return False
         exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
         if exported and self._store:
-            return self._store.exported_step() == made  # else it is being uploaded, or the store has refused it
+            # Else it is being uploaded, or the store has refused it.
+            return self._store.exported_step() == self._last["export"].get("step", made)
         return exported or (not self.plan.recipe.export.at_end and made == self._last.get("save", {}).get("step"))
 
     def _stage(self) -> dict[str, Any] | None:
@@ -380,7 +394,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "ranks": _ranks_text(status),
         "step": _step_text(status),
         "stage": _stage_text(status),
-        "eval": status["eval"] and f"held-out loss {status['eval']['loss']:.4f} at step {status['eval']['step']:,}",
+        "eval": status["eval"] and _eval_text(**status["eval"]),
+        "best": status["best"] and f"{_loss_text(status['best'])}{', kept' * status['best']['kept']}",
         "saved": _checkpoint_text(status),
         "late": _late_text(status),
         "slow": _straggler_text(status),
@@ -388,6 +403,15 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "note": "; ".join(status["skipped"]),
     }
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
+
+
+def _eval_text(step: int, loss: float, losses: dict[str, float] | None = None) -> str:
+    sources = ", ".join(f"{name} {of_source:.4f}" for name, of_source in (losses or {}).items())
+    return f"held-out loss {loss:.4f} at step {step:,}" + f" ({sources})" * bool(sources)
+
+
+def _loss_text(found: dict[str, Any]) -> str:
+    return f"{found['loss']:.4f} at step {found['step']:,}"
 
 
 def _ranks_text(status: dict[str, Any]) -> str:

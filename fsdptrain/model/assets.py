@@ -35,7 +35,8 @@ CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat templ
 def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
     config, generation = copy.deepcopy(config), _generation_config(plan, model)
-    turn_end = end_of_turn(tokenizer) if plan.recipe.data.format.renders_chat and tokenizer.chat_template else None
+    kwargs = plan.recipe.data.chat_template_kwargs
+    turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
     with scratch_folder() as scratch:
@@ -99,7 +100,7 @@ def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
             )
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> int | None:
     """Return the special token that ends an assistant's turn in the chat template; None without one.
 
     A model that is trained to end its turns with it must stop there when it generates. None if the end-of-sequence
@@ -107,7 +108,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **(template_kwargs or {}))
     except Exception:  # a template may reject this conversation; errors of real rows are reported when they are encoded
         return None
     after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False).input_ids

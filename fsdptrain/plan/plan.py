@@ -21,6 +21,7 @@ from typing import Any
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import (
     DataPath,
@@ -29,6 +30,8 @@ from fsdptrain.config.paths import (
     is_folder,
     is_hub_data,
     model_name_fault,
+    places,
+    with_chat_template,
     with_expanded_paths,
     working_folder,
 )
@@ -128,7 +131,7 @@ class Plan:
     version: str
     recipe: Recipe
     run_dir: str
-    data_path: DataPath
+    data_paths: list[DataPath]  # of each source
     eval_path: str | None
     topology: Topology
     replicas: int
@@ -144,6 +147,24 @@ class Plan:
         """The run folder, and the place of the checkpoints."""
         url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
         return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
+
+    @property
+    def sources(self) -> list[MixtureSource]:
+        """The sources of the training data, each with the path that was found."""
+        found = zip(sources_of(self.recipe.data), self.data_paths, strict=True)
+        return [dataclasses.replace(source, data=dataclasses.replace(source.data, path=path)) for source, path in found]
+
+    @property
+    def data_path(self) -> DataPath:
+        """The path of the training data; of several sources, a list of all their places."""
+        if len(self.data_paths) == 1:
+            return self.data_paths[0]
+        return [place for path in self.data_paths for place in places(path)]
+
+    @property
+    def trains_chat(self) -> bool:
+        """Whether conversations are trained, or may be, which a chat template renders."""
+        return any(source.data.format.renders_chat for source in self.sources)
 
     @property
     def pretrained(self) -> bool:
@@ -209,7 +230,7 @@ class Plan:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
         names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
-        paths = [path for path in (self.data_path, self.eval_path) if path and is_hub_data(path)]
+        paths = [path for path in (*self.data_paths, self.eval_path) if path and is_hub_data(path)]
         return list(dict.fromkeys([*names, *paths]))
 
     @property
@@ -265,18 +286,21 @@ class Plan:
         return Problem(message, "train.global_batch_size")
 
     def length_notes(self, sequences: int) -> list[str]:
-        """Return sentences on a run that reads rows several times a step, or that has few steps for its schedule."""
-        train, steps = self.recipe.train, self.total_steps(sequences)
+        """Return sentences on a run that reads rows several times a step, or has few steps or evaluations."""
+        train, steps, every = self.recipe.train, self.total_steps(sequences), self.recipe.eval.every
+        notes, evaluations = [], -(-steps // every) if every else 0
+        if evaluations <= (patience := self.recipe.eval.patience or -1):
+            notes = [f"eval.patience: {patience} ends no run that has only {counted(evaluations, 'evaluation')}"]
         if train.steps is None:
             few = (
                 f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
             )
-            return [few] if steps < FEW_STEPS else []
+            return [*notes, few] if steps < FEW_STEPS else notes
         times = train.global_batch_size / sequences
         again = (
             f"a step of {train.global_batch_size} sequences reads the data ({sequences:,} sequences) {times:.1f} times"
         )
-        return [again] if times > 1 else []
+        return [*notes, again] if times > 1 else notes
 
     def step_positions(self, step: int) -> range:
         """Return the positions in the endless data stream of the global batch of `step` (from 0)."""
@@ -295,16 +319,17 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return what a resume must not change: dotted recipe path → value.
 
-        data.revision is not included: `data.content`, the fingerprint of the data, changes with the commit.
+        data.revision and data.chat_template are not included: digests of data and tokenizer change with them.
         """
         recipe = flat(self.recipe)
         fixed = {
             path: value
             for path, value in recipe.items()
             if path.startswith(("model.", "adapter.", "data."))
-            and path not in ("model.attn_implementation", "data.eval", "data.revision")
+            and path not in ("model.attn_implementation", "data.eval", "data.revision", "data.chat_template")
         }
         held_out = recipe["data.eval"] or {}
+        fixed["data.sources"] = without_names(recipe["data.sources"])
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:
@@ -340,7 +365,10 @@ class Plan:
         """
         if "${" in text:  # it has another origin: fsdptrain writes none
             raise ValueError("it contains a ${reference}")
-        plan: Plan = recipe_of(json_object(text), cls)
+        fields = json_object(text)
+        if "data_path" in fields:  # of a version without data.sources
+            fields["data_paths"] = [fields.pop("data_path")]
+        plan: Plan = recipe_of(fields, cls)
         if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
             raise RecipeError(problems)
         return plan
@@ -398,26 +426,33 @@ def draft_plan(
     `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
     """
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
+    recipe, faults = with_chat_template(recipe, written.folder)
+    problems += faults
     problems += elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
     problems += _nccl_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
-    held_out, revision = recipe.data.eval or {}, recipe.data.revision
-    data_path = find_all_data(recipe.data.path or "", written.folder, elsewhere)
+    held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
-    if revision is not None and is_hub_data(data_path):
-        data = HubData.of(data_path)
-        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
-            eval_path = str(HubData.of(eval_path).at(revision))
-        data_path = str(data.at(revision))
-    elif revision is not None:
+    data_paths = []
+    for source in sources_of(recipe.data):
+        path, revision = find_all_data(source.data.path or "", written.folder, elsewhere), source.data.revision
+        if revision is not None and is_hub_data(path):
+            data = HubData.of(path)
+            if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
+                eval_path = str(HubData.of(eval_path).at(revision))
+            path = str(data.at(revision))
+        elif revision not in (None, recipe.data.revision):
+            problems.append(Problem(f"{source.name}: revision has no effect: not a Hub data set", "data.sources"))
+        data_paths.append(path)
+    if recipe.data.revision is not None and not any(map(is_hub_data, data_paths)):
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     plan = Plan(
         version=__version__,
         recipe=recipe,
         run_dir=str(working_folder(recipe.output_dir)),
-        data_path=data_path,
+        data_paths=data_paths,
         eval_path=eval_path,
         topology=topology,
         **divided_among_ranks(recipe, topology),

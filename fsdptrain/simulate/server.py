@@ -171,7 +171,8 @@ def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_fl
     half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
     recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
     events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
-    timed = timing.replay_streams(events, hardware, half, ranks, recompute_s)
+    compiled = plan.compiles and not hardware.is_cpu
+    timed = timing.replay_streams(events, hardware, half, ranks, recompute_s, compiled)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     spread, basis = hardware.spread, hardware.basis
     if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace)):

@@ -107,7 +107,7 @@ def batch_of_zeros(plan: Plan) -> Batch:
     batch: Batch = {
         "input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len,
     }  # fmt: skip
-    if plan.recipe.data.format.is_paired:
+    if plan.recipe.train.objective == "dpo":
         batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(2, dtype=torch.float64)}
     return batch
 

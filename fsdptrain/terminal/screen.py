@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.folder.records import Record, RunState, waits_for_slow_ranks
+from fsdptrain.folder.records import Record, RunState, waits_for_slow_ranks, without_better
 from fsdptrain.terminal.liveline import LiveLine, Part
 from fsdptrain.terminal.page import Page
 from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
@@ -175,12 +175,16 @@ class Screen:
     def _on_eval(self, record: Record) -> None:
         step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
         if not self.live or self._is_line_due("eval", step, total):
+            sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
             self.say(
                 f"eval at step {step}: loss {record['loss']:.4f}  {_quality(record)}  "
-                f"({record['tokens']:,} label tokens)"
+                f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)
             )
         if not self.state.step_times:
             self.show_waiting("first step")
+
+    def _on_early_stop(self, record: Record) -> None:
+        self.say(f"{without_better(record)}: the run ends after step {record['step']} (eval.patience)")
 
     def _on_skip(self, record: Record) -> None:
         self.say(f"skipped: {record['what']}")
@@ -202,6 +206,7 @@ class Screen:
     def _on_export(self, record: Record) -> None:
         kinds = {"separate": "the adapter, ", "merged": "merged, ", "both": "merged, and the adapter, "}
         what = kinds.get(record.get("adapter", ""), "")
+        what += f"step {step}, " if (step := record.get("step", self.state.steps_made)) != self.state.steps_made else ""
         self.say(f"export: {record['path']} ({what}{size(record['bytes'])}, {record['dtype']})")
         if "compared" in record:
             self.say(f"  {_comparison_text(record['compared'])}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from fsdptrain import __version__
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.reflection import flat
-from fsdptrain.data.cache import cached_folder, find_cached, is_intact, scratch_beside, seal
-from fsdptrain.data.corpus import Corpus
+from fsdptrain.data.cache import cached_folder, intact_folder, is_intact, scratch_beside, seal
+from fsdptrain.data.corpus import Corpus, Mixture
 from fsdptrain.errors import CheckpointError, NonFiniteError, Stopped
 from fsdptrain.train.setup import Inputs, Session, frozen_digest
 from fsdptrain.train.step import Engine
@@ -36,33 +35,35 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
     They are computed with the weights of the engine, which are those of the start, or read if they are known. Raises
     CheckpointError if a resume does not find them, Stopped after a stop signal, and NonFiniteError.
     """
-    if not inputs.plan.recipe.data.format.is_paired:
+    if inputs.plan.recipe.train.objective != "dpo":
         return inputs
-    corpora: list[tuple[Corpus, Sequence[int]]] = [
-        (inputs.stream.corpus, inputs.stream.numbers.tolist()), (inputs.eval_corpus, inputs.held_out)
-    ]  # fmt: skip
-    sums: Sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus, _ in corpora}
+    stream, eval_corpus = inputs.stream, inputs.eval_corpus
+    corpora = [*stream.corpus.parts, *(eval_corpus.parts if inputs.held_out else [])]
+    sums: Sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus in corpora}
     resumed = engine.steps_made > 0
     key = None if resumed else _cache_key(inputs, engine, [*sums])  # the files may have changed since the start
     read = functools.partial(_kept, session.rundir.reference) if resumed else functools.partial(_cached, key)
     found = checkpointer.from_rank_zero("read the reference", functools.partial(read, [*sums]))
     if not found:
-        for corpus, numbers in corpora:
-            _compute(session, engine, corpus, numbers, sums[corpus.digest])
+        for corpus in corpora:
+            _compute(session, engine, corpus, sums[corpus.digest])
     for digest, each in sums.items():
         each[:] = found[digest] if found else _summed(each, engine)
         if not np.isfinite(each).all():
             raise NonFiniteError("the reference: the model at the start gives an answer no finite log-probability")
     if not resumed:
         checkpointer.from_rank_zero("keep the reference", functools.partial(_write, session, key, sums))
-    train, held_out = (dataclasses.replace(corpus, reference=sums[corpus.digest]) for corpus, _ in corpora)
-    return dataclasses.replace(inputs, stream=dataclasses.replace(inputs.stream, corpus=train), eval_corpus=held_out)
+    stream = dataclasses.replace(stream, corpus=_with_sums(stream.corpus, sums))
+    return dataclasses.replace(inputs, stream=stream, eval_corpus=_with_sums(eval_corpus, sums))
 
 
-def _compute(
-    session: Session, engine: Engine, corpus: Corpus, numbers: Sequence[int], sums: np.ndarray[Any, Any]
-) -> None:
-    """Write into `sums` those of this rank's share of sequences `numbers`; of ranks that share rows, the first does."""
+def _with_sums(corpus: Corpus | Mixture, sums: Sums) -> Corpus | Mixture:
+    parts = [dataclasses.replace(part, reference=sums[part.digest]) for part in corpus.parts]
+    return dataclasses.replace(corpus, parts=parts) if isinstance(corpus, Mixture) else parts[0]
+
+
+def _compute(session: Session, engine: Engine, corpus: Corpus, sums: np.ndarray[Any, Any]) -> None:
+    """Write into `sums` those of this rank's share of a corpus; of ranks that share rows, the first does."""
     stops = StopPoll(engine.world, session.stop)
 
     def on_batch(done: int, total: int) -> None:
@@ -70,7 +71,7 @@ def _compute(
             raise Stopped("stopped while computing the reference; nothing was lost")
         session.reporter.progress("computing the reference", done, total)
 
-    rows, found = engine.answer_log_probs(corpus, numbers, on_batch)
+    rows, found = engine.answer_log_probs(corpus, range(len(corpus)), on_batch)
     if engine.plan.part_of_row(engine.world.rank) == 0:
         sums[rows] = found
 
@@ -96,7 +97,7 @@ NUMBERS_DEPEND_ON = ("model.", "adapter.kind", "fsdp.mixed_precision.", "train.f
 
 def _cached(key: Any, rows: list[str]) -> Sums | None:
     """Return the numbers in the cache, None if it has none."""
-    folder = None if key is None else find_cached("reference", key)
+    folder = None if key is None else intact_folder("reference", key)
     return None if folder is None else {digest: np.load(folder / f"{digest}.npy") for digest in rows}
 
 

@@ -35,7 +35,7 @@ from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, 
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
-from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
+from fsdptrain.data.corpus import Corpus, Mixture, Stream, prepare, reading_notes, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -106,7 +106,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stream: Stream
     held_out: list[int]
-    eval_corpus: Corpus
+    eval_corpus: Corpus | Mixture
     stamps: list[tuple[str, int, int]] | None = None
     day: date | None = None
 
@@ -437,8 +437,9 @@ def report_start(
         notes = [note] if note else []
         notes += [missed] if profile and profile["steps"][1] <= steps_made else []
         session.reporter.resume(steps_made, changed, notes)
-    shown = inputs.stream.corpus.show(inputs.tokenizer)
-    print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
+    for source, corpus in zip(inputs.plan.sources, inputs.stream.corpus.parts, strict=True):
+        of = f" of {source.name}" if inputs.plan.recipe.data.sources else ""
+        print(f"the first row{of}, trained parts in ⟦ ⟧:\n{corpus.show(inputs.tokenizer)}\n", flush=True)
 
 
 def start_fields(
@@ -447,7 +448,8 @@ def start_fields(
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
     plan, recipe, stream = inputs.plan, inputs.plan.recipe, inputs.stream
     notes = [
-        *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
+        *itertools.chain(*row_notes(plan, stream.corpus, inputs.eval_corpus)),
+        *reading_notes(plan, stream),
         date_note(inputs.day) if inputs.day else None,
         *model_notes(inputs.prepared),
         flash_note,

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
+from fsdptrain.folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.parallel.heartbeat import Heartbeat
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
@@ -97,6 +99,7 @@ class Trainer:
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
         self.sizes, self.peak_flops = sizes, peak_flops
         self.totals = Totals()
+        self.done = engine.steps_made
         self.recording = Recording(self.plan, self.world.rank, self.world.device)
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
@@ -144,6 +147,7 @@ class Trainer:
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, fields)
+        checkpointer.restore_losses()
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -158,7 +162,7 @@ class Trainer:
         gc.freeze()
         gc.disable()
         with contextlib.closing(self.prefetch):
-            done, stop = self.train_steps()
+            self.done, stop = self.train_steps()
         self.recording.close()  # a stop may have come between its steps
         gc.enable()
         gc.unfreeze()
@@ -166,7 +170,7 @@ class Trainer:
         self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         self.checkpointer.release()  # an export needs host memory of its own
-        return done if stop else None
+        return self.done if stop else None
 
     def train_steps(self) -> tuple[int, bool]:
         """Run the loop of `train`. Return the number of steps made, and whether a stop ended the loop."""
@@ -181,8 +185,10 @@ class Trainer:
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
                 stop = self.evaluate(done)
+            last = last or self.ends_early(done)
             # Save on a stop as well, so that no step is lost. The checkpoint that was resumed from exists already.
-            saves = done > resumed and (last or stop or due(done, recipe.checkpoint.every))
+            wanted = due(done, recipe.checkpoint.every) or self.checkpointer.is_among_best(done)
+            saves = done > resumed and (last or stop or wanted)
             # A save writes a part of each copy, so they are compared before it.
             if saves or (done > resumed and due(done, recipe.fsdp.compare_copies_every)):
                 self.compare_copies(done)
@@ -348,14 +354,44 @@ class Trainer:
         """Report the loss over all held-out sequences. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
         stops = StopPoll(self.world, self.session.stop)
-        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)
-        if result is not None:
-            loss, tokens, measures = result
-            fields = measures or {"perplexity": math.exp(min(loss, 700.0))}
-            self.reporter.event("eval", step=done, loss=loss, tokens=tokens, **fields)
+        results = []
+        for corpus in self.inputs.eval_corpus.parts:
+            if (result := self.engine.evaluate(corpus, range(len(corpus)), stops)) is None:
+                break
+            results.append(result)
+        else:
+            self.report_evaluation(done, results)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return result is None
+
+    def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> None:
+        """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together."""
+        of_sets, tokens, measures = zip(*results, strict=True)
+        divisors = [corpus.divisor(range(len(corpus))) for corpus in self.inputs.eval_corpus.parts]
+        shares = [divisor / sum(divisors) for divisor in divisors]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(share * value for share, value in zip(shares, values, strict=True))
+
+        loss, losses = mean(of_sets), {}
+        fields = {name: mean(each[name] for each in measures) for name in measures[0]}
+        if len(results) > 1:
+            names = (source.name for source in self.plan.sources)
+            losses = {"losses": dict(zip(names, of_sets, strict=True))}
+        fields = fields or {"perplexity": math.exp(min(loss, 700.0))}
+        self.reporter.event("eval", step=done, loss=loss, tokens=sum(tokens), **fields, **losses)
+        if done:
+            self.checkpointer.losses[done] = loss  # the same on all ranks
+
+    def ends_early(self, done: int) -> bool:
+        """Return whether `eval.patience` ends the run after `done` steps, and report that."""
+        losses = self.checkpointer.losses
+        if not ends_early(losses, done, self.plan.recipe.eval.patience):
+            return False
+        best = {"best": by_loss(losses)[0]} if by_loss(losses) else {}
+        self.reporter.event("early_stop", step=done, evaluations=evaluations_since_best(losses), **best)
+        return True
 
     def compare_copies(self, done: int) -> None:
         """Raise WorkerLost if the copies of the model differ after `done` steps, once earlier saves are complete."""
@@ -398,16 +434,23 @@ class Trainer:
             if self.any_stop():
                 raise Stopped("stopped while exporting")
 
-        inputs, rundir, done = self.inputs, self.session.rundir, self.sizes.total_steps
+        inputs, rundir = self.inputs, self.session.rundir
+        exported = self.load_best() if self.plan.recipe.export.which == "best" else self.done
         sample = self.sample() if self.plan.recipe.export.compare else None
         try:
             export_live(
-                self.engine.model, inputs.prepared.bare, rundir, self.plan, self.checkpointer, self.reporter, done,
-                check_stop, sample, inputs.stamps,
+                self.engine.model, inputs.prepared.bare, rundir, self.plan, self.checkpointer, self.reporter,
+                exported, check_stop, sample, inputs.stamps,
             )  # fmt: skip
         except Stopped:
-            return done
+            return self.done
         return None
+
+    def load_best(self) -> int:
+        """Load the weights with the lowest held-out loss, after the last step; return their step."""
+        self.reporter.progress("reading the best checkpoint", 0, 0)
+        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
+        return self.checkpointer.load_best(self.engine.model, self.engine.optimizer, self.done)
 
     def sample(self) -> Sample:
         """Return the beginnings of some rows, and the logits that the model computes for them; collective.
@@ -418,7 +461,7 @@ class Trainer:
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
         length = min(TOKENS, self.plan.tokens_of_row)
-        beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], length)
+        beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
         return Sample(rows, self.engine.logits(beginnings), bool(held_out))
 

@@ -30,6 +30,7 @@ from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.trackers.supervisor import tracked
 from fsdptrain.train.failure import as_fsdptrain_error, exit_from_thread, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
@@ -99,7 +100,7 @@ def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) ->
     """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
     if rank:
         return Reporter(None)
-    return Reporter(rundir, plan.recipe.log.tensorboard, *([screen.show] if screen else []))
+    return Reporter(rundir, *([screen.show] if screen else []))
 
 
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
@@ -125,9 +126,11 @@ def work(plan: Plan) -> NoReturn:
     try:
         with StopRequest(*stop_signals(plan)) as stop:
             if joined and os.environ["RANK"] == "0":  # under torchrun there is no launcher that shows the run
-                with Screen() as screen:
+                with Screen() as screen, tracked(plan, screen.say) as trackers:
+                    trackers.poll()
                     started = time.monotonic()
                     train(plan, stop, screen)
+                    trackers.finish("finished")
                     screen.summary(time.monotonic() - started)
                     screen.paste(next_steps(plan, sys.argv[1:]))
             else:

@@ -126,7 +126,7 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
     data = findings.levels.get("data", {})
-    if plan.recipe.data.format.is_paired and "sequences" in data:
+    if plan.recipe.train.objective == "dpo" and "sequences" in data:
         batches = (data["sequences"] + data["eval_sequences"]) / plan.recipe.train.global_batch_size
         reference_s = batches * forecast.step_s / 3  # a forward pass: backward takes twice as long
         findings.add_lines("Time", f"before step 1, the reference reads all pairs: about {duration(reference_s)}")

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.config.schema import Data
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
-from fsdptrain.data.corpus import Stream, open_rows, prepare, row_notes
+from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
-from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
+from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
@@ -60,10 +62,11 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
 
 def _files_to_read(plan: Plan, findings: Findings) -> int | None:
     """Return how many files of data.path to read: all (None), 1 or 0 if they would be a large download."""
-    left = sum(bytes_to_download(path) for path in (plan.data_path, plan.eval_path) if path)
+    left = sum(bytes_to_download(path) for path in (*plan.data_paths, plan.eval_path) if path)
     if left <= LARGEST_DOWNLOAD:
         return None
-    files = int(sum(each.size for each in data_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
+    first = (each for path in plan.data_paths for each in data_objects(path)[:1])
+    files = int(sum(each.size for each in first if not each.is_here) <= LARGEST_DOWNLOAD)
     findings.add_note(
         f"{size(left)} of data are not in the cache of this machine, and validate downloads at most "
         f"{size(LARGEST_DOWNLOAD)}: {'only the first file was read' if files else 'none was read'}, and the number of "
@@ -89,21 +92,31 @@ def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
 
 
 def check_rows(plan: Plan, findings: Findings) -> None:
-    """Read the first rows, and record the columns they have and those that the format reads."""
-    data = plan.recipe.data
-    readable_files(plan.data_path, limit=1, progress=findings.send_progress)
-    columns, first_rows = peek(plan.data_path, data)
+    """Read the first rows of each source, and record the columns they have and those that the format reads."""
+    found, named = [], bool(plan.recipe.data.sources)
+    for source in plan.sources:
+        with errors_of(source.name if named else None):
+            found.append(_check_rows_of(source, named, findings))
+    findings.add_values("data", found[0] if not plan.recipe.data.sources else {"sources": found}, HEADING)
+
+
+def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> dict[str, Any]:
+    """Read the first rows of a source, show what is read, and return it; `named`: there may be others."""
+    data, name = source.data, f"{source.name}: " if named else ""
+    readable_files(data.path, limit=1, progress=findings.send_progress)
+    columns, first_rows = peek(data.path, data)
     needed = {field: data.columns.get(field, field) for field in data.format.fields}
     optional = {field: data.columns.get(field, field) for field in data.format.optional}
     needed |= {field: column for field, column in optional.items() if column in columns}
-    reading = {"path": plan.data_path, "files": count_files(plan.data_path), "columns": columns, "needed": needed}
-    reads = describe_columns(plan.data_path, data)
-    line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
-    findings.add_values("data", reading, HEADING, line)
+    reads = describe_columns(data.path, data)
+    line = f"{name}format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
+    findings.add_lines(HEADING, line)
     if data.format.has_prompt and (seam := seam_without_space(first_rows, data)):
         findings.add_note(
-            f"no white space between prompt and completion, for example in {seam}; set data.separator to add some"
+            f"{name}no white space between prompt and completion, for example in {seam}; set data.separator to add some"
         )
+    reading = {"path": data.path, "files": count_files(data.path), "columns": columns, "needed": needed}
+    return {**({"name": source.name} if named else {}), **reading}
 
 
 def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
@@ -117,21 +130,31 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     if day:
         findings.add_note(date_note(day))
-    is_chat = plan.recipe.data.format.is_chat
-    has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    is_chat, has_template = plan.trains_chat, not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    template = "the recipe's" if plan.recipe.data.chat_template else "the tokenizer's" if has_template else "plain"
     packed = describe_sequences(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary_size(tokenizer),
-        "template": ("the tokenizer's" if has_template else "plain") if is_chat else None,
-        "example": stream.corpus.show(tokenizer),
+        "template": template if is_chat else None,
     }
+    if plan.recipe.data.sources:
+        before, found = findings.levels["data"]["sources"], describe_sources(plan, stream, tokenizer)
+        packed["sources"] = [read | each for read, each in zip(before, found, strict=True)]
+    else:
+        packed |= describe_rows(plan.recipe.data, stream.corpus.parts[0], tokenizer)
     findings.add_values("data", packed, HEADING)
     show_sequences(plan, packed, findings)
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
-    lost, divided = row_notes(stream.corpus, eval_corpus)
+    chats = [source.data for source in plan.sources if source.data.format.is_chat]
+    if any(earlier_turns_differ(tokenizer, data, peek(data.path, data)[1], day) for data in chats):
+        findings.add_note(
+            "the chat template renders earlier turns of the assistant otherwise than its last one (without reasoning, "
+            "perhaps), and data.turns: all trains them like that: use split, or last"
+        )
+    lost, divided = row_notes(plan, stream.corpus, eval_corpus)
     for text in lost:
         findings.add_warning(text)
-    for text in [*divided, *plan.length_notes(len(stream))]:
+    for text in [*divided, *reading_notes(plan, stream), *plan.length_notes(len(stream))]:
         findings.add_note(text)
     if problem := plan.length_problem(len(stream)):
         findings.add_problem(RecipeError([problem]))
@@ -140,19 +163,55 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
 
 def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
     """Return what the rows became: counts of rows, tokens, sequences and steps. `held_out` counts sequences."""
-    corpus, train = stream.corpus, plan.recipe.train
+    train, parts = plan.recipe.train, stream.corpus.parts
     return {
-        **corpus.notes,
-        "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
+        **stream.corpus.notes,
         "sequences": len(stream),
         "eval_sequences": held_out,
-        "fill": corpus.fill(),
-        "rows_per_sequence": len(corpus.pieces) / len(corpus),
-        "lengths_per_sequence": corpus.lengths_per_sequence(),
+        "fill": stream.corpus.fill(),
         "steps_per_epoch": len(stream) / train.global_batch_size,
         "steps": plan.total_steps(len(stream)),
-        "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
+        "prepared_bytes": sum(
+            array.nbytes for part in parts for array in (part.tokens, part.trained, part.pieces, part.lengths)
+        ),
     }
+
+
+def describe_rows(data: Data, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the lengths of the rows of a source, how they share sequences, and its first row."""
+    return {
+        "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
+        "kept": kept_by_seq_len(corpus.lengths, data),
+        "rows_per_sequence": len(corpus.pieces) / len(corpus),
+        "lengths_per_sequence": corpus.lengths_per_sequence(),
+        "example": corpus.show(tokenizer),
+    }
+
+
+def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return what the rows of each source became, its shares of what is read, and how often the run reads it.
+
+    The shares are of the sequences, of their tokens without padding, and of those of them that are trained.
+    """
+    positions = plan.total_steps(len(stream)) * plan.recipe.train.global_batch_size
+    parts, shares = stream.corpus.parts, stream.order.shares
+    tokens = [share * part.fill() for share, part in zip(shares, parts, strict=True)]
+    trained = [share * float(part.labels.mean()) for share, part in zip(shares, parts, strict=True)]
+    return [
+        {
+            "name": source.name,
+            **part.notes,
+            "sequences": len(part),
+            "fill": part.fill(),
+            "share": shares[i] / sum(shares),
+            "token_share": tokens[i] / sum(tokens),
+            "trained_share": trained[i] / sum(trained),
+            "sequences_read": stream.order.counts(positions)[i],
+            "times_read": stream.reads(positions)[i],
+            **describe_rows(source.data, part, tokenizer),
+        }
+        for i, (source, part) in enumerate(zip(plan.sources, parts, strict=True))
+    ]
 
 
 def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
@@ -177,16 +236,32 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
     }
 
 
-def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
-    """Add the lines of packed rows: counts, a histogram of row lengths, and an example."""
-    data, lengths = plan.recipe.data, packed["lengths"]
-    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split"}[
-        data.long_rows
-    ]
+def kept_by_seq_len(lengths: np.ndarray[Any, Any], data: Data) -> list[dict[str, Any]]:
+    """Return which shares of rows (as a whole) and of tokens a half, once, twice and four times `seq_len` would keep.
+
+    They are in ascending order, up to the first that keeps every row.
+    """
+    kept: list[dict[str, Any]] = []
+    for limit in (data.seq_len // 2, data.seq_len, 2 * data.seq_len, 4 * data.seq_len):
+        if not kept or kept[-1]["rows"] < 1:
+            tokens = kept_tokens(lengths, limit, data.treatment) / float(lengths.sum())
+            kept.append({"seq_len": limit, "rows": float((lengths <= limit).mean()), "tokens": tokens})
+    return kept
+
+
+def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
+    """Add the lines of the rows of a source: counts, and a histogram of their lengths."""
+    lengths = packed["lengths"]
+    beyond = {
+        "continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split",
+        "drop": "dropped",
+    }[data.treatment]  # fmt: skip
     longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], packed['rows'], 'row')}, {beyond}"
+    rows = counted(packed["rows"], "row")
+    rows += f" of {counted(packed['conversations'], 'conversation')}" if "conversations" in packed else ""
     findings.add_lines(
         HEADING,
-        f"{counted(packed['rows'], 'row')}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
+        f"{name}{rows}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
         + (
             f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
             if packed["dropped"]
@@ -195,20 +270,46 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )
+    findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    if (kept := packed["kept"])[0]["rows"] < 1:
+        shares = (f"{each['seq_len']:,}: {each['rows']:.1%}, {each['tokens']:.1%}" for each in kept)
+        findings.add_lines(HEADING, f"rows kept whole, and tokens kept, by seq_len: {'; '.join(shares)}")
+
+
+def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
+    """Add what is known of the packed rows: of each source its rows and an example, and the sequences in all."""
+    data, sources = plan.recipe.data, packed.get("sources", [])
+    for source, each in zip(plan.sources, sources, strict=False):
+        show_rows(source.data, each, findings, f"{source.name}: ")
+        findings.add_lines(HEADING, f"its first row, trained parts in ⟦ ⟧:\n{each['example']}")
+    if sources:
+        header = ["source", "sequences", "filled", "share", "of tokens", "of trained tokens", "read"]
+        rows = [
+            [
+                each["name"], f"{each['sequences']:,}", f"{each['fill']:.1%}",
+                *(f"{each[kind]:.2%}" for kind in ("share", "token_share", "trained_share")),
+                f"{each['times_read']:.2f} times",
+            ]
+            for each in sources
+        ]  # fmt: skip
+        findings.add_item(HEADING, "table", header=header, rows=rows)
+    else:
+        show_rows(data, packed, findings)
     mixed = (
         f", with {packed['rows_per_sequence']:.1f} rows of {packed['lengths_per_sequence']:.1f} different lengths in "
         "each"
-        if data.packing != "none"
+        if data.packing != "none" and not sources
         else ""
     )
-    findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
     findings.add_lines(
         HEADING,
-        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens, {packed['fill']:.1%} filled{mixed}; "
-        f"{packed['eval_sequences']:,} held out; {packed['steps_per_epoch']:,.1f} steps per epoch, "
-        f"{packed['steps']:,} in total; {size(packed['prepared_bytes'])} in the cache",
-        f"the first row, trained parts in ⟦ ⟧:\n{packed['example']}",
+        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{' in an epoch' * bool(sources)}, "
+        f"{packed['fill']:.1%} filled{mixed}; {packed['eval_sequences']:,} held out; "
+        f"{packed['steps_per_epoch']:,.1f} steps per epoch, {packed['steps']:,} in total; "
+        f"{size(packed['prepared_bytes'])} in the cache",
     )
+    if not sources:
+        findings.add_lines(HEADING, f"the first row, trained parts in ⟦ ⟧:\n{packed['example']}")
 
 
 def choose(plan: Plan, findings: Findings) -> Plan:
@@ -216,7 +317,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), plan.recipe.data.long_rows
+    positions, treatment = _positions(plan), plan.recipe.data.treatment
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
     findings.levels["chosen"] = sizes

@@ -176,7 +176,7 @@ def describe_node(request: Request) -> dict[str, Any]:
         errors += node_problems(plan, describe_machine(plan))
     with collected():
         pinned = pin_commits(plan, plan.rundir, keep=False)
-        paths = [path for path in (pinned.data_path, pinned.eval_path) if path]
+        paths = [path for path in (*pinned.data_paths, pinned.eval_path) if path]
         data = " ".join(quick_fingerprint(path, DATA_BYTES // len(paths)) for path in paths)
     with collected():
         free = {"output_dir": free_space(Path(plan.run_dir)), "cache": free_space(cache_dir("data"))}

@@ -693,6 +693,26 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
 
 
+def test_a_run_that_ended_early_is_finished_until_the_recipe_has_more_patience(tmp_path: Path) -> None:
+    changes = {"checkpoint__keep_best": 1, "data__eval": {"fraction": 0.1}, "eval__every": 2}
+    recipe = write_recipe(tmp_path, train__steps=9, eval__patience=2, **changes)
+    rundir = run_folder_after(recipe, steps=6, total=9)
+    assert not inspect_earlier_attempts(rundir, plan_of(recipe)).trained
+    with contextlib.closing(Reporter(rundir)) as reporter:
+        for step, loss in ((2, 1.0), (4, 2.0), (6, 1.5), (8, 0.5)):  # of step 8 there is no checkpoint
+            reporter.event("eval", **sample("eval", step=step, loss=loss))
+    left = inspect_earlier_attempts(rundir, plan_of(recipe))
+    assert (left.step, left.trained, left.finished) == (6, True, False), "there is no export"
+    fill(rundir.export, "config.json")
+    write_export_record(rundir, 6, file_stamps(rundir.export))
+    for words in ([], ["eval.patience=1"], ["checkpoint.keep_best=2"]):
+        assert inspect_earlier_attempts(rundir, plan_of(recipe, *words)).finished
+    with pytest.raises(RecipeError, match=r"more eval\.patience.* continue this one; .* export RUN_DIR --best"):
+        inspect_earlier_attempts(rundir, plan_of(recipe, "export.which=best"))
+    for word in ("eval.patience=3", "eval.patience=null"):
+        assert not inspect_earlier_attempts(rundir, plan_of(recipe, word, "optim.lr=1e-5")).trained
+
+
 def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = run_folder_after(recipe, steps=6, total=6)

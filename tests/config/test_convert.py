@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,12 @@ DEEPSPEED = """\
 """
 
 
+@pytest.fixture(autouse=True)
+def wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("yaml" if name == "wandb" else name))
+
+
 def converted(folder: Path, *texts: str) -> tuple[Conversion, dict[str, Any]]:
     """Return the conversion of files with these texts, and the values of its recipe as `load` reads them."""
     files = [folder / f"file{number}.yaml" for number in range(len(texts))]
@@ -303,7 +310,7 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
             "adapter.alpha": 16, "adapter.target": "all-linear", "data.path": "identity", "data.max_rows": 1000,
             "data.eval": {"fraction": 0.1}, "data.packing": "none", "fsdp.strategy": "FULL_SHARD", "optim.lr": 1e-4,
             "schedule.name": "cosine", "schedule.warmup": 0.1, "train.epochs": 3, "train.global_batch_size": 64,
-            "eval.every": 500, "checkpoint.every": 500, "log.every": 10, "log.tensorboard": False,
+            "eval.every": 500, "checkpoint.every": 500, "log.every": 10, "log.trackers": [],
             "launch.timeout_s": 300,
         },
     ),
@@ -355,11 +362,16 @@ def test_empty_null_and_false_values_are_no_problems(tmp_path: Path) -> None:
     done, _ = converted(tmp_path, f"base_model: a/b\ndatasets: [{{path: x.jsonl, type: completion}}]\n{empty}")
     assert done.missing == {}
     done, _ = converted(
-        tmp_path, "base_model: a/b\ndatasets: [{path: x.jsonl}]\nwandb_project: p\nload_in_8bit: true\n"
+        tmp_path, "base_model: a/b\ndatasets: [{path: x.jsonl}]\ncomet_project: p\nload_in_8bit: true\n"
     )
     assert {name: reason[:13] for name, reason in done.missing.items()} == {
-        "wandb_project": "not supported", "load_in_8bit": "not supported"
+        "comet_project": "not supported", "load_in_8bit": "not supported"
     }  # fmt: skip
+
+
+def test_a_project_of_wandb_chooses_the_tracker(tmp_path: Path) -> None:
+    _, values = converted(tmp_path, "base_model: a/b\ndatasets: [{path: x.jsonl}]\nwandb_project: p\n")
+    assert (values["log.trackers"], values["log.project"]) == (["wandb"], "p")
 
 
 FSDP1 = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template, field_messages: conversations}]\n"
@@ -395,6 +407,11 @@ FSDP1 = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template, field_
          {"launch.nnodes": 2, "launch.rdzv_endpoint": "10.0.0.1:2950", "train.global_batch_size": 16}),
         ("unfrozen_parameters: ['^lm_head.weight$']", {"model.trainable": ["lm_head.weight"]}),
         ("save_strategy: 'no'\nsave_steps: 50", {"checkpoint.every": None}),
+        ("excess_length_strategy: truncate\ndataset_exact_deduplication: true\nchat_template: tokenizer_default",
+         {"data.long_rows": "cut", "data.drop_duplicates": True, "data.chat_template": None}),
+        ("mask_history: true\nchat_template_kwargs: {enable_thinking: false}",
+         {"data.turns": "last", "data.chat_template_kwargs": {"enable_thinking": False}}),
+        ("chat_template_jinja: '{{ messages }}'", {"data.chat_template": "{{ messages }}"}),
     ],
 )  # fmt: skip
 def test_a_value_means_the_same_in_the_recipe(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
@@ -486,7 +503,7 @@ def test_init_from_other_tools_says_what_became_of_every_key_and_overwrites_noth
     files = ("--from", tmp_path / "trl.yaml", "--from", tmp_path / "accelerate.yaml")
     done = fsdptrain("init", *files, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "converted (24 keys): model_name_or_path, dataset_name" in done.stdout
+    assert "converted (25 keys): model_name_or_path, dataset_name" in done.stdout
     assert "\n  push_to_hub: not supported: publish the export folder yourself, with hf upload\n" in done.stdout
     assert "changed or assumed:\n" in done.stdout and done.stdout.endswith(
         f"next: fsdptrain validate {tmp_path}/recipe.yaml\n"

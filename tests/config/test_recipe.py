@@ -75,7 +75,13 @@ data:
   packing: bfd
   train_on: completion
   separator: ""
+  long_rows: null
+  turns: all
+  chat_template: null
+  chat_template_kwargs: {}
+  drop_duplicates: false
   max_rows: null
+  sources: []
   eval: null
 
 fsdp:
@@ -103,10 +109,11 @@ train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, objective: next_token,
    dpo: {beta: 0.1, label_smoothing: 0.0, sft_weight: 0.0}, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
-eval:     {every: null}
-checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
-export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
-log:      {every: 1, tensorboard: true, forecast: true, profile: null}
+eval:     {every: null, patience: null}
+checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
+export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
+log:
+  {every: 1, trackers: [tensorboard], tensorboard: null, project: null, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -265,7 +272,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
             "fsdp.mixed_precision.param_dtyp",
             "did you mean `fsdp.mixed_precision.param_dtype`",
         ),
-        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard, forecast"),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, trackers, tensorboard"),
         ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
         ("5: 1\n", 3, "5", "unknown key"),
         ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),
@@ -324,7 +331,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
-        ("mask_history", "all answers"),
+        ("mask_history", "data.turns"),
         ("save_only_model", "optimizer's state"),
         ("auto_find_batch_size", "--advise"),
         ("custom_sharded_layers", "names of classes"),
@@ -555,14 +562,16 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
 
 def needed(path: str) -> list[str]:
     """Return overrides that give a key all that it needs to have an effect."""
-    any_set = {"data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "checkpoint.every": "5", "model.id": "org/name"}
-    found = [f"{other}={values[0] if values else any_set[other]}" for other, values in needs_of(path).items()]
-    return [*found, "data.format=preference"] if "train.objective=dpo" in found else found
+    any_set = {"data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "model.id": "org/name"}
+    needs = needs_of(path)
+    own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
+    own += ["data.format=preference"] * ("train.objective=dpo" in own)
+    return [*own, *(word for other in needs if other not in any_set for word in needed(other))]
 
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])
 def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, path: str) -> None:
-    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "x", ["x"]]
+    values = [value_at(Recipe(), path), True, 1, 2, 0.5, "dequantized", "cut", "x", ["x"]]
     value = next(value for value in values if value not in (None, "", [], 0) and accepts(path, value))
     for other in needs_of(path):
         [problem] = refused(tmp_path, BASE, f"{path}={json.dumps(value)}", f"{other}x=1")
@@ -711,6 +720,9 @@ def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: py
             ("adapter.kind", f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{kind}]'")
             for library in libraries
         ]
+    assert [p.message for p in refused(tmp_path, BASE, "log.trackers=[mlflow, tensorboard]")] == [
+        "mlflow is not installed: pip install 'fsdptrain[mlflow]'"
+    ]
 
 
 def test_every_suggested_value_is_one_that_is_taken() -> None:
@@ -1289,7 +1301,7 @@ def test_a_malformed_override_of_an_open_mapping_is_refused(tmp_path: Path, word
             id="a reference to a value further down is refused",
         ),
         pytest.param(
-            BASE + "fsdp: {cpu_offload: '${log.tensorboard}'}\n",
+            BASE + "fsdp: {cpu_offload: '${log.forecast}'}\n",
             "fsdp.cpu_offload",
             True,
             id="a reference to a boolean is refused",

@@ -6,6 +6,7 @@ trained tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
+from fsdptrain.data.chat import ConversationRenderer, earlier_turns_differ
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.sources import open_sources
@@ -360,3 +362,121 @@ def test_wrong_tools_are_refused(tmp_path: Path, tools: Any) -> None:
         list(read_rows(source, Data(format=Format.chat), None))
     with pytest.raises(DataError, match=r"no column 'functions', which data\.columns names"):
         list(read_rows(source, Data(format=Format.chat, columns={"tools": "functions"}), None))
+
+
+# ------------------------------------------------------------------------------------- turns, weights, variables
+
+
+def rendered(tokenizer: Any, talk: Talk, **data: Any) -> list[tuple[str, list[str]]]:
+    """Return the rows of a conversation: each as text, with the parts of it that are trained."""
+    render = ConversationRenderer(tokenizer, Data(format=Format.chat, seq_len=4096, **data))
+    return [(text, [text[a:b] for a, b in spans]) for text, spans in render(talk, None, "talks.jsonl:1")]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_turn_is_trained_as_the_last_of_its_own_row(name: str) -> None:
+    """The reference is transformers: the conversation up to the turn, its prompt, and its open end."""
+    family, tokenizer, talk = FAMILIES[name], tokenizer_of(name), TALKS["three turns"]
+    rows = rendered(tokenizer, [*talk, {"role": "user", "content": "Bye"}], turns="split")
+    for i, (text, parts) in zip((1, 3, 5), rows, strict=True):
+        assert text == tokenizer.apply_chat_template(talk[: i + 1], tokenize=False)
+        assert parts == expected(family, talk[: i + 1])[-1:]
+        prompt = tokenizer.apply_chat_template(talk[:i], tokenize=False, add_generation_prompt=True)
+        open_end = tokenizer.apply_chat_template(talk[: i + 1], tokenize=False, continue_final_message=True)
+        if text.startswith(prompt) and name != "chatml without a prompt":
+            assert (prompt + parts[0]).startswith(open_end) and text.startswith(prompt + parts[0])
+    assert rendered(tokenizer, talk, turns="last") == rows[-1:]
+
+
+def test_earlier_turns_keep_their_thoughts_in_rows_of_their_own() -> None:
+    first, last = "<think>\nsix\n</think>\n\n42", "<think>\nagain\n</think>\n\nStill 42."
+    talk, tokenizer = talk_of("6 × 7?", first, "Sure?", last), tokenizer_of("qwen3")
+    question = "<|im_start|>user\n6 × 7?<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered(tokenizer, talk, turns="split") == [
+        (question + first + "<|im_end|>\n", [first + "<|im_end|>"]),
+        (
+            question + "42<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n" + last
+            + "<|im_end|>\n", [last + "<|im_end|>"],
+        ),
+    ]  # fmt: skip
+    row = {"messages": talk, "place": "talks.jsonl:1"}
+    found = {
+        name: earlier_turns_differ(tokenizer_of(name), Data(format=Format.chat), [row], None)
+        for name in ("qwen3", "chatml", "generation marks", "gpt-oss")
+    }
+    assert found == {"qwen3": True, "chatml": False, "generation marks": False, "gpt-oss": True}
+
+
+@pytest.mark.parametrize("turns", ["all", "last", "split"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_messages_with_weight_0_are_not_trained(name: str, turns: str) -> None:
+    family, tokenizer, plain = FAMILIES[name], tokenizer_of(name), TALKS["three turns"]
+    talk = [{**m, "weight": weight} for m, weight in zip(plain, (0, 1, 0, 1, 0, 0), strict=True)]
+    rows = rendered(tokenizer, talk, turns=turns)
+    if turns == "all":
+        [(text, parts)] = rows
+        assert text == tokenizer.apply_chat_template(plain, tokenize=False)
+        assert parts == expected(family, plain)[:2]
+    else:
+        wanted = [expected(family, plain[:2])[-1:], expected(family, plain[:4])[-1:]]
+        assert [parts for _, parts in rows] == wanted[-1 if turns == "last" else 0 :]
+    untrained = rendered(tokenizer, [{**m, "weight": 0} for m in plain], turns=turns)
+    assert untrained == [(tokenizer.apply_chat_template(plain, tokenize=False), [])]
+
+
+def test_with_generation_marks_the_mask_is_that_of_transformers_but_for_messages_of_weight_0() -> None:
+    tokenizer, plain = tokenizer_of("generation marks"), TALKS["equal words"]
+    for zeros in ({2}, {4}, {2, 4}, set()):
+        talk = [{**m, "weight": 0} if i in zeros else m for i, m in enumerate(plain)]
+        reference = tokenizer.apply_chat_template(plain, return_dict=True, return_assistant_tokens_mask=True)
+        ids, wanted = reference["input_ids"], bytearray(len(reference["input_ids"]))
+        turns = iter((2, 4))
+        for flag, run in itertools.groupby(range(len(ids)), reference["assistant_masks"].__getitem__):
+            *turn, line_break = run  # the template marks it, but it is behind the end of the turn
+            if flag and next(turns) not in zeros:
+                assert tokenizer.decode([ids[line_break]]) == "\n"
+                wanted[turn[0] : line_break] = b"\1" * len(turn)
+        encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
+        rows = list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))
+        assert rows == ([(ids, bytes(wanted))] if any(wanted) else [])
+
+
+def test_weights_of_data_that_trains_everything_are_refused() -> None:
+    talk = [*talk_of("Hi"), {"role": "assistant", "content": "Ho", "weight": 0}]
+    with pytest.raises(DataError, match=r"talks\.jsonl:1: a message has weight 0, but data\.train_on: all"):
+        rendered(tokenizer_of("chatml"), talk, train_on="all")
+
+
+def test_one_mark_around_two_turns_does_not_train_one_of_them() -> None:
+    template = (
+        "{% generation %}{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% endgeneration %}"
+    )
+    tokenizer = tokenizer_with(template, ("<|im_end|>", "<|im_start|>"))
+    talk = [{"role": "assistant", "content": "One"}, {"role": "assistant", "content": "Two", "weight": 0}]
+    with pytest.raises(DataError, match="marks around several messages"):
+        rendered(tokenizer, talk)
+
+
+THINKING = FAMILIES["qwen3"].template.replace(
+    "'<|im_start|>assistant\n' }}{% endif %}",
+    "'<|im_start|>assistant\n' }}{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}",
+)
+
+
+def test_variables_of_the_template_are_set_in_every_rendering() -> None:
+    """As in Qwen3's template, whose prompt has an empty thought without thinking: it is then not trained."""
+    tokenizer, talk = tokenizer_with(THINKING, FAMILIES["qwen3"].tokens), TALKS["three turns"]
+    thought, answers = "<think>\n\n</think>\n\n", [f"{talk[i]['content']}<|im_end|>" for i in (1, 3, 5)]
+    without = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert [parts for _, parts in rendered(tokenizer, talk, turns="split")] == [[thought + each] for each in answers]
+    for row, (text, parts) in zip((2, 4, 6), rendered(tokenizer, talk, turns="split", **without), strict=True):
+        prompt = tokenizer.apply_chat_template(
+            talk[: row - 1], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        assert text == f"{prompt}{parts[0]}\n" and parts == [answers[row // 2 - 1]]
+    marked = "{{ greeting }}" + FAMILIES["generation marks"].template
+    tokenizer = tokenizer_with(marked, FAMILIES["generation marks"].tokens)
+    [(text, parts)] = rendered(tokenizer, talk, chat_template_kwargs={"greeting": "Welcome."})
+    assert text.startswith("Welcome.<|im_start|>user") and parts == answers

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import wait
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -27,6 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import parse
 from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
+from support import fsdptrain as run_command
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
@@ -34,15 +41,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import fsdptrain.data.corpus
 from fsdptrain.config.formats import Format
+from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
+from fsdptrain.data import parts, readers, sources
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
-from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
+from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare, row_notes
 from fsdptrain.data.pack import best_fit_decreasing, cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.errors import CheckpointError, DataError, StorageError
+from fsdptrain.errors import CheckpointError, DataError, RecipeError, StorageError, WorkerLost
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 
@@ -168,7 +177,7 @@ items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(
 @settings(max_examples=100)
 def test_sequences_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]) -> None:
     lengths, size = case
-    sequences = fill_sequences(lengths, size)
+    sequences = [*fill_sequences(lengths, size)]
     assert sorted(piece for sequence in sequences for piece in sequence) == list(range(len(lengths)))
     for number, sequence in enumerate(sequences):
         space = size - sum(lengths[piece] for piece in sequence)
@@ -189,7 +198,7 @@ def test_best_fit_decreasing_is_that_of_the_textbook(case: tuple[list[int], int]
 
 def test_filling_sequences_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
-    sequences = fill_sequences(lengths, 8192)  # a quadratic algorithm would take hours
+    sequences = [*fill_sequences(lengths, 8192)]  # a quadratic algorithm would take hours
     assert len(sequences) <= 1.02 * sum(lengths) / 8192
 
 
@@ -531,6 +540,67 @@ def test_rows_are_cut_dropped_and_counted(bpe: Any, tmp_path: Path) -> None:
     assert len(corpus) == 2
 
 
+# Of rows of 4, 40 and 104 tokens the last 2, 20 and 101 are trained. The last token of a piece predicts the next one.
+@pytest.mark.parametrize(
+    ("long_rows", "kept", "labels", "counts"),
+    [
+        (None, [4, 32, 32], [2, 12, 29], {"cut": 2}),
+        ("cut", [4, 32, 32], [2, 12, 29], {"cut": 2}),
+        ("drop", [4], [2], {"too_long": 2}),
+        ("split", [4, 32, 8, 32, 32, 32, 8], [2, 13, 7, 30, 32, 32, 7], {"split": 2}),
+    ],
+)
+def test_long_rows_are_cut_dropped_or_split(
+    bpe: Any, tmp_path: Path, long_rows: str | None, kept: list[int], labels: list[int], counts: dict[str, int]
+) -> None:
+    (word,) = bpe(" the").input_ids
+    rows = [{"prompt": " the" * a, "completion": " the" * b} for a, b in ((2, 1), (20, 19), (3, 100))]
+    corpus = corpus_from(
+        tmp_path, bpe, *rows, seq_len=32, packing="none", format="prompt_completion", long_rows=long_rows
+    )
+    assert corpus.pieces[:, 1].tolist() == kept and corpus.labels.tolist() == labels
+    assert {name: corpus.notes[name] for name in ("cut", "split", "too_long") if corpus.notes.get(name)} == counts
+    assert corpus.notes["label_tokens"] == sum(labels) and corpus.lengths.tolist() == [4, 40, 104]
+    assert (everything(corpus)["input_ids"] == word).sum() == sum(kept) - (3 if long_rows == "split" else 1)
+    [note] = itertools.chain(*row_notes(a_plan(tmp_path / "plan"), corpus, corpus))
+    assert note.startswith("2 of 3 rows (67%) ") and ("teaches not to stop" in note) == ("cut" in counts)
+
+
+def test_rows_that_are_all_too_long_are_an_error(bpe: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "completion": "word " * 100}] * 3
+    with pytest.raises(DataError, match=r"none of the 3 rows has a trained token; 3 are longer than data\.seq_len"):
+        corpus_from(tmp_path, bpe, *rows, seq_len=32, format="prompt_completion", long_rows="drop")
+
+
+def test_of_equal_rows_the_first_is_kept(bpe: Any, tmp_path: Path) -> None:
+    """Over files, and whatever their length: rows are equal if they have the same tokens, of which the same train."""
+    long = "a long row " * 20
+    files = {"a": ["one", "two", "one", long], "b": ["two", "three", long + "with another end", "one", "four"]}
+    for name, texts in files.items():
+        jsonl(tmp_path / f"{name}.jsonl", *({"prompt": "", "completion": text} for text in texts))
+    jsonl(tmp_path / "c.jsonl", {"prompt": "one", "completion": ""}, {"prompt": "on", "completion": "e"})
+    settings = {"seq_len": 32, "packing": "none", "format": "prompt_completion"}
+    whole, corpus = (corpus_of(tmp_path, bpe, drop_duplicates=drop, **settings) for drop in (False, True))
+    ends = [f"{text}{EOS}" for text in ("one", "two", "three", "four", "one", "one")]
+    (ends[4:], found) = ends[4:], [bpe.decode(ids) for ids in inputs(corpus)]
+    assert [text for text in found if not text.startswith("a long")] == ends and len(found) == 7
+    assert (whole.notes["tokens"], whole.notes["label_tokens"]) == (len(whole.tokens), whole.labels.sum())
+    assert corpus.notes["duplicates"] == 4 == len(whole) - len(corpus)
+    assert corpus.notes["tokens"] == corpus.pieces[:, 1].sum() and corpus.notes["label_tokens"] == corpus.labels.sum()
+    assert corpus.digest == whole.digest and corpus.name == whole.name  # the same rows, tokenised once
+    assert "4 of 11 rows (36%) dropped: the same tokens" in " ".join(
+        row_notes(a_plan(tmp_path / "plan"), corpus, corpus)[1]
+    )
+
+
+def test_no_copy_of_a_trained_row_is_held_out(bpe: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", *({"text": f"row {i % 50}"} for i in range(500)))
+    changes = {"data__path": str(path), "data__eval": {"fraction": 0.2}, "data__packing": "none"}
+    stream, held_out, corpus = prepare(a_plan(tmp_path, data__drop_duplicates=True, **changes), bpe, quiet)
+    train, held = ([bpe.decode(ids) for ids in inputs(each)] for each in (stream.corpus, corpus))
+    assert sorted(train + held) == sorted(f"row {i}{EOS}" for i in range(50)) and len(held) == len(held_out) == 10
+
+
 def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
     corpus = corpus_from(tmp_path, bpe, {"text": ""}, {"text": "Hello"}, {"text": ""}, seq_len=16)
     assert corpus.notes["dropped"] == 2
@@ -847,7 +917,7 @@ def test_packing_does_not_change_the_gradient(packed: Corpus, bpe: Any, tmp_path
 def a_stream(sequences: int, seed: int = 0) -> Stream:
     """Return a stream over all sequences of a corpus with one row per sequence."""
     corpus = synthetic([4] * sequences, [True] * 4 * sequences, Data(seq_len=4, packing="none"))
-    return Stream(corpus, np.arange(len(corpus)), seed)
+    return Stream.of([MixtureSource("", Data())], [corpus], seed)
 
 
 @given(
@@ -972,6 +1042,18 @@ def test_a_fraction_that_leaves_nothing_is_refused(bpe: Any, tmp_path: Path, fra
         prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
 
 
+def test_no_conversation_is_both_trained_and_held_out(chat: dict[str, Any], tmp_path: Path) -> None:
+    talks = [talk(*(f"talk {i} turn {j}" for j in range(8))) for i in range(30)]
+    path = jsonl(tmp_path / "talks.jsonl", *({"messages": messages} for messages in talks))
+    changes = {"data__path": str(path), "data__format": "chat", "data__seq_len": 512, "data__packing": "none"}
+    plan = a_plan(tmp_path, data__turns="split", data__eval={"fraction": 0.2}, **changes)
+    stream, _, held_out = prepare(plan, chat["chatml"], quiet)
+    sides = [{chat["chatml"].decode(ids).split()[2] for ids in inputs(each)} for each in (stream.corpus, held_out)]
+    assert [len(side) for side in sides] == [24, 6] and sides[0].isdisjoint(sides[1])
+    assert [len(each) for each in (stream.corpus, held_out)] == [4 * 24, 4 * 6]
+    assert (stream.corpus.notes["rows"], stream.corpus.notes["conversations"]) == (120, 30)
+
+
 def test_a_single_conversation_cannot_be_divided(chat: dict[str, Any], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["many turns"]})
     plan = a_plan(tmp_path, data__path=str(path), data__format="chat", data__eval={"fraction": 0.1})
@@ -1024,13 +1106,13 @@ def prepared(folder: Path) -> list[Path]:
 
 def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpus_from(tmp_path, bpe, {"text": "Hello"}, {"text": "there"}, seq_len=16)
-    (folder,) = prepared(own_cache)
-    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    (folder,), (part,) = prepared(own_cache), prepared(cache_dir("tokens"))
+    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir(), part, *part.iterdir())}
 
     def untouchable(*arguments: Any) -> Any:
         raise AssertionError("the rows are read again")
 
-    monkeypatch.setattr(fsdptrain.data.corpus, "open_sources", untouchable)
+    monkeypatch.setattr(fsdptrain.data.corpus, "parts_of", untouchable)
     data = Data(seq_len=16)
     monkeypatch.setattr(fsdptrain.data.corpus, "cut_and_pack", untouchable)
     (again,) = pack_rows(open_rows(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable), data, seed=0)
@@ -1058,32 +1140,179 @@ def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None
     calls: list[tuple[str, int, int]] = []
     path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(2500)))
     open_rows(str(path), Data(seq_len=16), bpe, None, lambda *call: calls.append(call))
-    assert [done for _, done, _ in calls] == [1000, 2000, 2500]
+    assert [done for _, done, _ in calls] == [0, 1000, 2000, 2500]
     assert {(stage, total) for stage, _, total in calls} == {("tokenise", 2500)}
 
 
-def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
-    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
+def test_rows_are_encoded_again_when_their_tokens_change_and_only_then(
+    bpe: Any, tmp_path: Path, own_cache: Path
+) -> None:
+    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b", "messages": TALKS["one turn"]}
     path = jsonl(tmp_path / "rows.jsonl", row, row)
     template = with_specials(bpe, eos_token=EOS)
     template.chat_template = CHATML
     base: dict[str, Any] = {"seq_len": 16}
-    changes: list[tuple[Any, dict[str, Any]]] = [
-        (bpe, {}), (bpe, {"seq_len": 17}), (bpe, {"packing": "none"}), (bpe, {"packing": "concat"}),
-        (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
-        (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}),
-        (with_specials(bpe, bos="<s>"), {}),
-        (bpe, {"format": "prompt_completion", "separator": " "}),
+    both = {"format": "prompt_completion"}
+    changes: list[tuple[Any, dict[str, Any], bool]] = [
+        (bpe, {}, True), (bpe, {"seq_len": 17}, False), (bpe, {"packing": "none"}, False),
+        (bpe, {"packing": "concat"}, False), (bpe, {"max_rows": 1}, True), (bpe, {"max_rows": 2}, False),
+        (bpe, {"columns": {"text": "other"}}, True), (bpe, both, True), (bpe, both | {"seq_len": 8}, False),
+        (bpe, both | {"train_on": "all"}, True), (template, {}, True), (with_specials(bpe, bos="<s>"), {}, True),
+        (bpe, both | {"separator": " "}, True), (bpe, {"eval": {"fraction": 0.5}}, False),
+        (bpe, {"long_rows": "drop"}, False), (bpe, {"drop_duplicates": True, "eval": {"fraction": 0.5}}, False),
+        *((template, {"format": "chat", "seq_len": 64, **change}, True) for change in (
+            {}, {"turns": "last"}, {"turns": "split"}, {"chat_template_kwargs": {"name": 1}},
+            {"chat_template_kwargs": {"name": 2}})),
     ]  # fmt: skip
-    for count, (tokenizer, change) in enumerate(changes, 1):
+    count = 0
+    for tokenizer, change, is_other in changes:
         corpus_of(path, tokenizer, **base | change)
-        assert len(prepared(own_cache)) == count, change
+        count += is_other
+        assert len(prepared(cache_dir("tokens"))) == count, change
     jsonl(path, row, row, row)
     corpus_of(path, bpe, **base)
-    assert len(prepared(own_cache)) == len(changes) + 1
-    jsonl(path, row, row)
-    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which does not change the tokens
-    assert len(prepared(own_cache)) == len(changes) + 1
+    assert len(prepared(cache_dir("tokens"))) == count + 1
+
+
+def numbered(folder: Path, *names: str, rows: int = 60) -> None:
+    """Write files of GSM8K's rows, each beginning with its name."""
+    lines = GSM8K.read_text().splitlines()[:rows]
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        marked = (line.replace('"question": "', f'"question": "{name} ', 1) for line in lines)
+        (folder / name).write_text("\n".join(marked) + "\n")
+
+
+def small_parts(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
+    """Make parts of a few rows, which several processes encode."""
+    monkeypatch.setattr(sources, "PIECE", 4096)
+    monkeypatch.setattr(sources, "PART_BYTES", 8192)
+    for name, value in {"SMALL": 1, "POOLED": 1, **values}.items():
+        monkeypatch.setattr(parts, name, value)
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+def test_several_processes_make_the_rows_of_one(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl")
+    (tmp_path / "data" / "c.jsonl").write_text("")
+    settings = {"seq_len": 100, "max_rows": limit, **PC}
+    special = with_specials(bpe, "the")
+    special.split_special_tokens = True
+    one = corpus_of(tmp_path / "data", special, **settings)
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "again"))
+    small_parts(monkeypatch)
+    seen = set[int]()
+    monkeypatch.setattr(parts, "wait", lambda *args: seen.add(len(multiprocessing.active_children())) or wait(*args))
+    many = corpus_of(tmp_path / "data", special, **settings)
+    assert seen == {min(2, len(os.sched_getaffinity(0)))} and multiprocessing.active_children() == []
+    assert len(prepared(cache_dir("tokens"))) > 4
+    assert (many.digest, many.fingerprint, many.notes) == (one.digest, one.fingerprint, one.notes)
+    assert many.notes["cut"] > 0 and many.notes["empty_files"] == 1
+    for name in ("tokens", "trained", "lengths", "ends", "labels"):
+        assert np.array_equal(getattr(many, name), getattr(one, name)), name
+    assert all((everything(many)[name] == everything(one)[name]).all() for name in everything(one))
+
+
+def test_a_run_uses_what_prepare_made(tmp_path: Path, own_cache: Path) -> None:
+    write_recipe(tmp_path, data__eval={"fraction": 0.1})
+    made = [json.loads(run_command("prepare", tmp_path / "recipe.yaml", "--json").stdout) for _ in range(2)]
+    plan = make_plan(load(tmp_path / "recipe.yaml"), Topology("cpu", 1, 1))
+    calls: list[tuple[str, int, int]] = []
+    stream, held_out, _ = prepare(plan, load_tokenizer(plan, quiet), lambda *call: calls.append(call))
+    assert calls == [] and made[0]["cache"] == str(own_cache.parent)
+    for each in made:
+        assert (each["sequences"], each["eval_sequences"]) == (len(stream), len(held_out))
+        assert (each["rows"], each["tokens"]) == (stream.corpus.notes["rows"], stream.corpus.notes["tokens"])
+    assert [each["encoded_rows"] for each in made] == [made[0]["rows"], 0]
+    assert made[0]["tokens_per_s"] > 0 and made[1]["tokens_per_s"] is None
+
+
+def test_only_what_is_missing_is_encoded(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_parts(monkeypatch, POOLED=2**40)
+    data, folder = Data(seq_len=1024, **PC | {"format": Format.prompt_completion}), tmp_path / "data"
+    numbered(folder, "a.jsonl", "c.jsonl")
+
+    def encoded() -> int:
+        calls: list[tuple[str, int, int]] = []
+        open_rows(str(folder), data, bpe, None, lambda *call: calls.append(call))
+        return calls[-1][1]
+
+    assert encoded() == 120
+    numbered(folder, "b.jsonl")
+    assert encoded() == 60  # between the two others
+    damaged = prepared(cache_dir("tokens"))[0]
+    (damaged / "tokens.bin").write_bytes(b"")
+    assert 0 < encoded() < 20
+
+
+def test_what_was_finished_is_kept(bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that encodes is killed: the command ends, leaves no process, and the next one continues."""
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl", rows=200)
+    small_parts(monkeypatch)
+    path, data = str(tmp_path / "data"), Data(seq_len=64, **PC | {"format": Format.prompt_completion})
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if done > 30:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    monkeypatch.setattr(parts, "POLL_S", 0.001)
+    with pytest.raises(WorkerLost, match=r"a process that tokenises was killed .* what was finished is kept"):
+        open_rows(path, data, bpe, None, kill)
+    assert multiprocessing.active_children() == []
+    kept = len(prepared(cache_dir("tokens")))
+    calls: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(parts, "POOLED", 2**40)
+    rows = open_rows(path, data, bpe, None, lambda *call: calls.append(call))
+    assert kept and 0 < calls[-1][1] == calls[-1][2] < 400 == rows.notes["rows"]
+
+
+def test_broken_rows_are_those_that_one_process_finds(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path / "data", "a.jsonl", "b.jsonl")
+    for name, number in (("a.jsonl", 31), ("a.jsonl", 55), ("b.jsonl", 2)):
+        lines = (tmp_path / "data" / name).read_text().splitlines(keepends=True)
+        lines[number - 1] = '{"question": 1, "answer": "b"}\n'
+        (tmp_path / "data" / name).write_text("".join(lines))
+    with pytest.raises(DataError) as one:
+        corpus_of(tmp_path / "data", bpe, seq_len=64, **PC)
+    small_parts(monkeypatch)
+    with pytest.raises(DataError) as many:
+        corpus_of(tmp_path / "data", bpe, seq_len=64, **PC)
+    assert str(many.value) == str(one.value)
+    assert [f"a.jsonl:{n}" in str(one.value) for n in (31, 55)] == [True] * 2 and "b.jsonl:2" in str(one.value)
+
+
+def test_an_added_file_changes_one_group_of_small_files(tmp_path: Path) -> None:
+    for number in range(400):
+        (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
+    before = {json.dumps(part.content) for part in parts.parts_of(str(tmp_path))}
+    (tmp_path / "200a.txt").write_text("another text")
+    after = {json.dumps(part.content) for part in parts.parts_of(str(tmp_path))}
+    assert len(before) > 3 and len(after - before) <= 2 and len(before - after) == 1
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_of_a_file_have_all_its_rows_and_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rows = [{"text": f"row {number} " * (number % 40)} for number in range(500)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30)
+    small_parts(monkeypatch)
+    monkeypatch.setattr(readers, "PART_BYTES", 8192)
+    made = parts.parts_of(str(path))
+    found = [row for part in made for source in part.sources for row in source.rows(["text"])]
+    assert len(made) > 5 and len({json.dumps(part.content) for part in made}) == len(made)
+    assert found == list(sources.open_sources(str(path))[0].rows(["text"]))
+    assert sum(source.counted() for part in made for source in part.sources) == 500
 
 
 def test_a_copy_of_the_data_is_the_same_data(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
@@ -1113,7 +1342,8 @@ def test_a_failure_leaves_nothing_behind(bpe: Any, tmp_path: Path, own_cache: Pa
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("data", name) for name in ("tokens.bin", "trained.bin", "ends.npy", "notes.json", "sums.json")),
+        *(("tokens", name) for name in ("tokens.bin", "trained.bin", "kept.bin", "notes.json", "sums.json")),
+        *(("data", name) for name in ("ends.bin", "lengths.bin", "joined.json", "parts.json", "notes.json")),
         *(("packed", name) for name in ("train-pieces.npy", "train-blocks.npy", "notes.json")),
     ],
 )
@@ -1241,7 +1471,7 @@ while len(list(folder.glob("ready-*"))) < 2:
 calls = []
 rows = open_rows(sys.argv[3], data, tokenizer, None, lambda *call: calls.append(call))
 (corpus,) = pack_rows(rows, data, seed=0)
-print(json.dumps([len(calls), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
+print(json.dumps([len(calls), len(corpus), int(corpus.tokens[:].sum()), corpus.pieces.tolist()]))
 """
 
 
@@ -1258,7 +1488,7 @@ def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_ca
     assert [process.returncode for process in processes] == [0, 0], outputs
     (calls, *one), (other_calls, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert one == other
-    assert sorted([calls, other_calls]) == [0, 2]  # one of them prepared, the other waited and used that
+    assert sorted([calls, other_calls]) == [0, 3]  # one of them prepared, the other waited and used that
     assert len(prepared(own_cache)) == 1
 
 
@@ -1340,3 +1570,65 @@ def test_a_full_disk_of_the_cache_is_named() -> None:
 
     with pytest.raises(CheckpointError, match=r"no space: .* for the cache .*/data: free some, or set FSDPTRAIN_CACHE"):
         cached_folder("data", "a key that no other test has", write)
+
+
+def test_a_template_that_the_recipe_brings_is_in_the_export(bpe: Any, tmp_path: Path) -> None:
+    with_specials(bpe, *MARKS).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "mine.jinja").write_text(CHATML + "{# it's mine #}\n")
+    path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["system"]})
+    changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": str(tmp_path / "tokenizer")}
+    changes |= {"data__format": "chat", "data__packing": "none", "data__seq_len": 128}
+    found = []
+    for template in ("mine.jinja", CHATML + "{# it's mine #}\n"):  # a file beside the recipe, and a text
+        plan = Plan.from_json(a_plan(tmp_path, **changes, data__chat_template=template).to_json())
+        (tmp_path / "mine.jinja").unlink(missing_ok=True)  # the plan has it
+        loaded = load_tokenizer(plan, quiet)
+        found.append(fsdptrain.data.tokenizer.tokenizer_digest(loaded))
+        assert "data.chat_template" not in plan.identity()  # moved or written otherwise, it is the same
+    assert found[0] == found[1]
+    loaded.save_pretrained(tmp_path / "export")
+    served = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
+    (ids,) = inputs(prepare(plan, loaded, quiet)[0].corpus)
+    assert loaded.decode(ids) == served.apply_chat_template(TALKS["system"], tokenize=False)
+    assert served.chat_template == CHATML + "{# it's mine #}\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("none.jinja", "'none.jinja' was not found (looked in "),
+        ("empty.jinja", "'empty.jinja' is not a Jinja template"),
+        ("reference.jinja", "'reference.jinja' contains ${"),
+        ("bytes.jinja", "'bytes.jinja' cannot be read: "),
+        (".", "'.' cannot be read: "),
+        ("a\0b", "cannot be read: embedded null byte"),
+        (" ", "is empty"),
+        ("$HOME/a.jinja", "variables such as $HOME are not expanded"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str, message: str, tmp_path: Path) -> None:
+    files = {"empty": b"Hello", "reference": b"{{ messages }} costs ${1}", "bytes": b"{{ \xff }}"}
+    for name, content in files.items():
+        (tmp_path / f"{name}.jinja").write_bytes(content)
+    with pytest.raises(RecipeError, match=re.escape(message)) as caught:
+        a_plan(tmp_path, data__format="chat", data__chat_template=template)
+    assert [problem.field for problem in caught.value.problems] == ["data.chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enable_thinking", "the chat template does not read enable_thinking: remove it"),
+        ("add_generation_prompt", "add_generation_prompt is set by fsdptrain"),
+        ("tokenize", "tokenize is set by fsdptrain"),
+        ("messages", "messages is set by fsdptrain"),
+    ],
+)
+def test_variables_without_effect_are_refused(bpe: Any, name: str, message: str, tmp_path: Path) -> None:
+    bpe.save_pretrained(tmp_path / "tokenizer")
+    plan = a_plan(
+        tmp_path, data__format="chat", data__chat_template=CHATML, data__chat_template_kwargs={name: False},
+        model__tokenizer=str(tmp_path / "tokenizer"),
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match=rf"data\.chat_template_kwargs: {message}"):
+        load_tokenizer(plan, quiet)

@@ -177,7 +177,7 @@ def test_the_digest_of_objects_is_cached_at_once(tmp_path: Path, bucket: Any, mo
     monkeypatch.setattr(sources, "QUICKLY_READ", 1)
     put(bucket, a__jsonl=LINE)
     first = fingerprint(str(bucket))
-    monkeypatch.setattr(sources, "_digest", None)
+    monkeypatch.setattr(sources, "_content", None)
     assert fingerprint(str(bucket)) == first
     monkeypatch.undo()
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from support import SHAKESPEARE, write_recipe
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_all_rows
@@ -107,17 +109,23 @@ def test_a_pair_is_cut_and_dropped_as_a_whole(tmp_path: Path, tokenizer: Any) ->
         {"prompt": "a", "chosen": long, "rejected": long},
         {"prompt": long, "chosen": "a", "rejected": "b"},
     ]
-    found, encode = encoded(tmp_path, tokenizer, *rows, seq_len=size)
-    lengths = [len(tokenizer(text).input_ids) for text, _ in found]
-    assert lengths == [size - 3, 3, size // 2, size // 2], "the longer answer gets what the other one leaves"
-    assert encode.counts == {"cut": 3, "dropped": 1, "split": 0}
+    _, encode = encoded(tmp_path, tokenizer, *rows, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert [*encode.lengths] == [246, 486, 486, 6], "a pair has one length, and is whole"
+    data = Data(path=str(tmp_path / "pairs.jsonl"), format=Format.preference, seq_len=size)
+    made = open_rows(data.path, data, tokenizer, None, lambda *_: None)
+    assert np.diff(made.ends).tolist() == [size - 3, 3, size // 2, size // 2, 3, 3], (
+        "the longer answer gets what the other one leaves"
+    )
+    assert {name: made.notes[name] for name in ("rows", "cut", "dropped")} == {"rows": 4, "cut": 3, "dropped": 1}
+    made = open_rows(data.path, replace(data, long_rows="drop"), tokenizer, None, lambda *_: None)
+    assert np.diff(made.ends).tolist() == [3, 3]
+    assert {name: made.notes[name] for name in ("too_long", "dropped")} == {"too_long": 3, "dropped": 0}
 
 
 def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 7), "rejected": "no " * (i % 5)} for i in range(1, 60)]
     encoded(tmp_path, tokenizer, *rows)
-    data = Data(format="preference", seq_len=64, path=str(tmp_path / "pairs.jsonl"))  # type: ignore[arg-type]
-    data.format = load(write_recipe(tmp_path), ["data.format=preference", "train.objective=dpo"]).recipe.data.format
+    data = Data(format=Format.preference, seq_len=64, path=str(tmp_path / "pairs.jsonl"))
     made = open_rows(data.path, data, tokenizer, None, lambda *_: None)
     train, held_out = pack_rows(made, data, 3, 0.3)
     seen = []
@@ -151,6 +159,14 @@ def labels_of(corpus: Corpus, rows: np.ndarray[Any, Any]) -> int:
         (["data.format=text"], "data.format: text has no pairs for train.objective: dpo"),
         (["data.packing=concat"], "data.packing: concat divides pairs"),
         (["data.train_on=all"], "data.train_on: all compares prompts"),
+        (["data.long_rows=split"], "data.long_rows: split divides pairs"),
+        (["data.drop_duplicates=true"], "data.drop_duplicates: compares single rows, and a pair has two"),
+        (["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "b: format: text has no pairs"),
+        (["data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "b: long_rows: split divides"),
+        (
+            ["data.format=text", "data.path=null", "data.sources=[{path: a, format: preference}, {path: b}]"],
+            "b: format: text has no pairs",
+        ),
         (["data.columns={chosen: [a, b]}"], "`chosen` must be a single column"),
         (["train.dpo.beta=0"], "train.dpo.beta: 0"),
         (["data.format=text", "train.objective=next_token", "train.dpo.beta=0.2"], "train.dpo.beta: has no effect"),

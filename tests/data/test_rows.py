@@ -589,6 +589,18 @@ def test_a_deep_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
             lines({"messages": [{"from": "human", "value": None}]}), CHAT, 1, ["null", "expected text"],
             id="ShareGPT: null",
         ),
+        pytest.param(
+            lines(OK_CHAT, {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}), CHAT, 2,
+            ["message 1", "weight is 0.5", "1 (trained) or 0"], id="half a weight",
+        ),
+        pytest.param(
+            lines({"messages": [{"role": "assistant", "content": "a", "weight": False}]}), CHAT, 1,
+            ["weight is False", "1 (trained) or 0"], id="a weight that is no number",
+        ),
+        pytest.param(
+            lines({"messages": [{"from": "human", "value": "a", "weight": 1}]}), CHAT, 1,
+            ["message 1", "weight is 1, but only messages of the assistant"], id="a weight of the user",
+        ),
         pytest.param(lines({"text": 1.5}), {}, 1, ["float", "put quotes around it"], id="a number with a fraction"),
         pytest.param(
             lines({"prompt": OK_CHAT["messages"], "completion": "b"}), PC, 1, ["list", "data.format: chat"],

@@ -55,7 +55,7 @@ def test_the_run_folder_has_the_documented_files(finished: Any) -> None:
     run = finished[0] / "run"
     assert (run / "recipe.yaml").read_text() == (finished[0] / "recipe.yaml").read_text()
     names = {"recipe.yaml", "plan.json", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "export", "model"}
-    names |= {"profiles"}
+    names |= {"profiles", "trackers"}
     assert {path.name for path in run.iterdir()} == names | {".fsdptrain", "plans", "export.json"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
     assert all((run / "logs" / f"rank-{rank}.log").exists() for rank in range(2))

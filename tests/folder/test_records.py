@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sample, write_recipe
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from fsdptrain.attempts.claim import claim_run_dir
@@ -24,7 +24,18 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import FsdptrainError, RecipeError, Unreadable
 from fsdptrain.folder.events import Reporter, cut_partial_lines, read_history
 from fsdptrain.folder.ownership import read_export_record
-from fsdptrain.folder.records import EVENTS, MAX_BYTES, Record, RunState, Tail, record_fault, without_undone
+from fsdptrain.folder.records import (
+    EVENTS,
+    MAX_BYTES,
+    Record,
+    RunState,
+    Tail,
+    by_loss,
+    ends_early,
+    evaluations_since_best,
+    record_fault,
+    without_undone,
+)
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
 from fsdptrain.launch.status import observe, status_lines
@@ -69,7 +80,7 @@ class Replay:
             self.step = step
 
     def add(self, kind: str, step: int) -> None:
-        self.records.append(record(kind, step=step, tokens=self.attempts))
+        self.records.append(record(kind, step=step, tokens=self.attempts, loss=float(self.attempts)))
         self.made.append((kind, step, self.attempts))
 
     def steps(self, kind: str) -> list[int]:
@@ -110,37 +121,26 @@ def test_the_state_of_a_run_is_what_its_attempts_have_left(
     by = [attempt for kind, _, attempt in replay.made if kind == "step"]
     assert (state.trained_by or {}).get("total_steps") == (by[-1] if by else None)
     assert all(state.has("eval", step) == (step in replay.steps("eval")) for step in range(25))
+    assert state.losses() == {step: by for kind, step, by in replay.made if kind == "eval" and step}
 
 
-def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for at, last in ((0, 9), (4, 7), (0, 3)):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.resume(at, {})
-            for step in range(at + 1, last + 1):
-                for kind in ("step", "eval"):
-                    reporter.event(kind, **sample(kind, step=step, loss=float(10 * last + step)))
-        expected = [(s, 90.0 + s) for s in range(1, at + 1)] + [(s, 10.0 * last + s) for s in range(at + 1, last + 1)]
-        board = EventAccumulator(str(rundir.tensorboard))
-        board.Reload()
-        for kind in ("step", "eval"):
-            assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
-            found = [(r["step"], r["loss"]) for r in read_history(str(rundir.metrics)) if r["event"] == kind]
-            assert found == expected
+def test_losses_of_other_held_out_data_are_not_compared() -> None:
+    state = RunState.of(record("eval", step=step, loss=float(step)) for step in range(5))
+    assert state.losses() == {1: 1, 2: 2, 3: 3, 4: 4} and state.losses(until=2) == {1: 1, 2: 2}
+    state.add(record("resume", step=3, changed={"data.eval.content": ["a", "b"]}))
+    state.add(record("eval", step=4, loss=9.0))
+    assert state.losses() == {4: 9}
+    state.add(record("resume", step=2))  # with the same data as before: those of other data do not come back
+    state.add(record("eval", step=3, loss=nan))
+    assert [*state.losses()] == [3] and by_loss(state.losses()) == []
 
 
-def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is_undone(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for attempt in (1, 2):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.event("start", **sample("start"))
-            reporter.resume(0, {})
-            for step in (0, 25):  # eval.every: 25, log.every: 100
-                reporter.event("eval", **sample("eval", step=step, loss=float(attempt)))
-    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0, 2.0]
-    board = EventAccumulator(str(rundir.tensorboard))
-    board.Reload()
-    assert [s.value for s in board.Scalars("eval/loss")] == [2.0, 2.0]
+def test_the_best_is_the_first_with_the_lowest_finite_loss() -> None:
+    losses = {2: nan, 4: 3.0, 6: inf, 8: 1.0, 10: 1.0, 12: -inf}
+    assert by_loss(losses) == [8, 10, 4] and by_loss(losses, {4, 6, 10}) == [10, 4]
+    assert evaluations_since_best(losses) == 2 and evaluations_since_best({2: nan, 4: nan}) == 2
+    ends = [ends_early(losses, step, patience) for step, patience in ((12, 2), (12, 3), (13, 2), (12, None))]
+    assert ends == [True, False, False, False], "only after an evaluation, and only if the recipe asks for it"
 
 
 def test_numbers_that_json_lacks_are_read_as_they_were_written(tmp_path: Path) -> None:

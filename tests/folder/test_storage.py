@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_old_checkpoints_are_removed_and_damaged_ones_are_set_aside(run: RunDir)
     storage = run.storage
     for step in (1, 2, 3):
         save(storage, step)
-    remove_old_checkpoints(run, 3, keep=2)
+    remove_old_checkpoints(run, 3, keep=1, keep_best=1, losses={1: nan, 2: 2.0, 3: 3.0, 9: 1.0})
     assert storage.steps() == [2, 3]
     first, second = storage.set_aside(3), (save(storage, 3), storage.set_aside(3))[1]
     assert (first.rpartition("/")[2], second.rpartition("/")[2]) == ("step-00000003.damaged", "step-00000003.damaged-2")

@@ -29,7 +29,7 @@ from fsdptrain.forecast import measured
 from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.measured import ForecastComparison
-from fsdptrain.forecast.timing import LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
+from fsdptrain.forecast.timing import COMPILED, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
 from fsdptrain.model.config import load_config
 from fsdptrain.parallel.world import World
@@ -310,6 +310,28 @@ def test_recomputation_takes_time_of_the_host() -> None:
     assert math.isclose(more, alone + 1e-3)
     none, full, selective = (recomputation_s(Recomputation(kind)) for kind in ("none", "full", "selective"))
     assert recomputation_s(Recomputation("full", every=2)) == full / 2 < selective and none == 0
+
+
+COPY = Kernel("add", 0, 10**9, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "moment, kernel, share",
+    [
+        ("forward of layers.0", COPY, COMPILED),
+        ("backward of head", COPY, COMPILED),
+        ("forward of embedding", COPY, 1.0),
+        ("optimizer", COPY, 1.0),
+        ("forward of layers.0", COPY._replace(name="mm", flops=10**12), 1.0),
+        ("forward of layers.0", COPY._replace(stream=1), 1.0),  # FSDP2's
+    ],
+)
+def test_the_compiler_saves_memory_traffic_of_layers_and_loss(moment: str, kernel: Kernel, share: float) -> None:
+    # A second one waits for the first, so that the host's time cancels out.
+    one, two = ([Moment(moment), *[kernel] * count] for count in (1, 2))
+    for compiled in (False, True):
+        ends = [replay_streams(events, H100, True, 8, compiled=compiled).step_s for events in (one, two)]
+        assert math.isclose(ends[1] - ends[0], kernel_s(kernel, H100, True) * (share if compiled else 1.0))
 
 
 WORK = st.one_of(

@@ -157,6 +157,11 @@ def check_records(history: History) -> None:
     assert newest is None or newest in history.steps() or max(history.steps(), default=0) > newest, (
         f"the records tell of the checkpoint of step {newest}, the folder has {history.steps()}"
     )
+    saved = {record["step"] for record in records if record["event"] == "save"}
+    losses = {record["step"]: record["loss"] for record in records if record["event"] == "eval"}
+    best = min(saved & losses.keys(), key=lambda step: losses[step], default=None)
+    if best and not history.trained_with_change:
+        assert best in history.steps(), f"the best checkpoint is that of step {best}, the folder has {history.steps()}"
     surveyed = [each["step"] for each in survey(RunDir.open(folder))["checkpoints"]]
     assert surveyed == history.steps(), f"verify tells of {surveyed}, the folder has {history.steps()}"
 

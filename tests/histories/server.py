@@ -17,6 +17,7 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def obey_rights() -> None:
 
 def adapt() -> None:
     """Make this process fork its children, and wait as shortly as a history needs."""
-    torch.set_num_threads(1)
+    set_threads = torch.set_num_threads
+    set_threads(1)
     torch.set_num_threads = lambda threads: None  # a pool of threads does not survive a fork
+    # A fork makes torch's pool anew at its first use, which must not be in two threads (of autograd) at once.
+    os.register_at_fork(after_in_child=lambda: set_threads(1))
     for module, waits in WAITS.items():
         for name, seconds in waits.items():
             assert hasattr(module, name), f"{module.__name__} has no {name} any more"

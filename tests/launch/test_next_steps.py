@@ -19,6 +19,7 @@ from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.trackers.follower import TrackerState
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -82,7 +83,10 @@ def test_the_program_generates_from_the_export(adapter: bool, data_format: str, 
 def test_the_commands_can_be_pasted_at_any_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = planned(tmp_path, output_dir=str(tmp_path / "runs" / "a run"), name="mine")
-    plan.rundir.export.mkdir(parents=True)
+    for folder in (plan.rundir.export, plan.rundir.trackers):
+        folder.mkdir(parents=True)
+    shown_by = ["tensorboard", "--logdir", str(plan.rundir.tensorboard)]
+    TrackerState(shown_by=shown_by).write(plan.rundir, "tensorboard")
     words = ["run", "recipe.yaml", "train.steps=4", "optim.lr=1e-5", "--fresh"]
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     Screen(console).paste(next_steps(plan, words))

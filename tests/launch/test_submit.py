@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from support import fsdptrain, write_recipe
 
-from fsdptrain.cli import _load_recipe
+from fsdptrain.cli import find_recipe
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.requeue import LOST, REQUEUES, judge
@@ -60,7 +60,7 @@ CANCELLED_LATER = RECORD.format("CANCELLED", "2026-11-23T00:04:26")  # scancel w
 
 def job_of(tmp: Path, *overrides: str, nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
     recipe = write_recipe(tmp, launch={"nproc_per_node": "auto"}, **changes)
-    return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, nodes, gpus)
+    return prepare_job(str(recipe), find_recipe(str(recipe), list(overrides)), overrides, nodes, gpus)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:

@@ -11,4 +11,4 @@ def test_a_planted_mistake_fits_the_code_and_names_tests_that_exist(mutant: Muta
     apply(mutant, ROOT, "--check")
     for test in mutant.tests:
         file, _, name = test.partition("::")
-        assert f"def {name}" in (ROOT / file).read_text(), test
+        assert (f"def {name}(" if name else "def test") in (ROOT / file).read_text(), test

@@ -202,6 +202,9 @@ def test_a_batch_larger_than_an_epoch_is_a_problem_with_a_fitting_one(
 def test_few_steps_and_rows_that_a_step_repeats_are_notes(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2})
     assert plan_of(recipe).length_notes(400) == []
+    patient = "data.eval={fraction: 0.1}", "eval.every=40", "eval.patience=3"
+    assert "patience: 3 ends no run that has only 3 evaluations" in plan_of(recipe, *patient).length_notes(400)[0]
+    assert plan_of(recipe, *patient[:2], "eval.patience=2").length_notes(400) == []
     assert "only 19 optimizer steps in all" in plan_of(recipe).length_notes(76)[0]
     assert plan_of(recipe, "train.steps=3").length_notes(8) == []
     assert "reads the data (5 sequences) 1.6 times" in plan_of(recipe, "train.steps=3").length_notes(5)[0]

@@ -101,12 +101,19 @@ def test_all_keys_agree_with_the_plain_loop_on_one_rank(recipe: Path, batches: l
 
 
 def test_a_resume_on_another_host_has_the_reference_of_the_start(recipe: Path, tmp_path: Path) -> None:
-    words = {"recipe": str(recipe), "emptied": str(tmp_path / "caches")}
+    """Of a mixture, in micro-batches with pairs of both sources."""
+    path = recipe.parent / "pairs.jsonl"
+    sources = f"[{{path: {path}}}, {{path: {path}, name: first, max_rows: 60}}]"
+    overrides = ["data.path=null", f"data.sources={sources}", "train.micro_batch_size=4"]
+    words = {"recipe": str(recipe), "overrides": overrides, "emptied": str(tmp_path / "caches")}
     (found,) = on_ranks(1, "preferences_resumed", tmp_path / "rank", **words)
     assert found["resumed"] == found["curve"][2:]
     held_out, again = found["held out"]
-    assert held_out == again and held_out[2]["margin"] == pytest.approx(
-        held_out[2]["rewards_chosen"] - held_out[2]["rewards_rejected"]
+    assert found["curve"][0][2:5] == pytest.approx([0, 0, 0], abs=1e-6), "the model is the reference"
+    assert held_out == again and held_out["margin"] == pytest.approx(
+        held_out["rewards_chosen"] - held_out["rewards_rejected"]
     )
-    assert found["passes"] == [2, 2, 2], "of the trained and the held-out pairs, once"
+    both = held_out["losses"]
+    assert set(both) == {"pairs", "first"} and min(both.values()) < held_out["loss"] < max(both.values())
+    assert found["passes"] == [4, 4, 4], "of the trained and the held-out pairs of each source, once"
     assert "reference is missing or damaged" in found["refused"]

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint import disk
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
@@ -34,7 +35,7 @@ from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.data import describe_lengths
+from fsdptrain.validate.data import describe_lengths, kept_by_seq_len
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import describe_model, model_lines, parameters_by_unit
@@ -180,6 +181,9 @@ def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> N
     plan, _ = draft(write_recipe(tmp_path))
     before = disk.disk_space(plan, [Weight((10, 100))], None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
+    best = varied(plan, {"checkpoint.keep_best": 3, "eval.every": 4})  # and checkpoint.every: 2
+    counts = [disk.disk_space(best, [Weight((10, 100))], steps)["checkpoints"] for steps in (None, 8, 9)]
+    assert counts == [14, 5, 7], "at most those of all saves: 2, 4, 6, 8, and 4, 8, and the last"
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
@@ -285,6 +289,48 @@ def test_rows_that_are_not_used_are_in_the_verdict_and_the_notes_with_their_shar
     assert "60 rows, " in output and "31 of 60 rows (52%) dropped: no trained token\n" in output
     data = found.levels["data"]
     assert (data["rows"], data["dropped"], data["cut"]) == (60, 31, 33)
+
+
+def test_what_other_lengths_of_sequences_would_keep_is_said(tmp_path: Path) -> None:
+    lengths = np.array([10, 30, 40, 100, 220])
+    rows = {16: 0.2, 32: 0.4, 64: 0.6, 128: 0.8}
+    tokens: dict[Any, list[float]] = {
+        "cut": [10 + 4 * 16, 40 + 3 * 32, 80 + 2 * 64, 180 + 128],
+        "drop": [10, 40, 80, 180],
+        "split": 4 * [400],
+    }
+    for treatment, kept in tokens.items():
+        assert kept_by_seq_len(lengths, Data(seq_len=32, long_rows=treatment)) == [
+            {"seq_len": size, "rows": share, "tokens": count / 400}
+            for (size, share), count in zip(rows.items(), kept, strict=True)
+        ]
+    assert kept_by_seq_len(lengths[:2], Data(seq_len=32))[1:] == [{"seq_len": 32, "rows": 1, "tokens": 1}]
+    data = {"format": "prompt_completion", "seq_len": 64, "long_rows": "drop"}
+    found, output = validate(write_recipe(tmp_path, data={**data, "path": str(problems(tmp_path, 30, 0, 30))}))
+    assert "30 of 60 rows (50%) dropped: longer than 64 tokens (data.long_rows)" in found.verdict
+    assert "rows kept whole, and tokens kept, by seq_len: 32: 50.0%, " in output
+    assert [each["rows"] for each in found.levels["data"]["kept"]] == [0.5, 0.5, 0.5, 1]
+
+
+THINKS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("turns", "rows"), [("all", 40), ("split", 80), ("last", 40)])
+def test_a_template_that_drops_thoughts_of_earlier_turns_is_said(turns: str, rows: int, tmp_path: Path) -> None:
+    answers = [{"role": "assistant", "content": f"<think>It adds up to {i}.</think>{i}"} for i in range(4)]
+    talk = [message for answer in answers[2:] for message in ({"role": "user", "content": "How many?"}, answer)]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(40 * (json.dumps({"messages": talk}) + "\n"))
+    data = {"path": str(path), "format": "chat", "turns": turns, "chat_template": THINKS, "seq_len": 128}
+    found, output = validate(write_recipe(tmp_path, data=data))
+    noted = any("renders earlier turns of the assistant otherwise" in note for note in found.notes)
+    assert noted == (turns == "all") and not found.problems
+    assert found.levels["data"]["template"] == "the recipe's" and found.levels["data"]["rows"] == rows
+    assert ("80 rows of 40 conversations, " in output) == (turns == "split")
 
 
 def test_the_data_level_says_how_mixed_a_sequence_is(tmp_path: Path) -> None:

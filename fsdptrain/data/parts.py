@@ -1,0 +1,280 @@
+"""Data files → parts → tokens in the cache: each part is encoded once, by one of several processes.
+
+A part is some rows of a large file, or several small files. Its folder in the cache is named by their content and by
+what decides their tokens. So what a killed process had finished is kept, an added file does not redo the others, and
+neither does another `seq_len` or `packing`. The tokens are the same with any number of processes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+from array import array
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import date
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
+from fsdptrain.config.schema import Data
+from fsdptrain.data.cache import cached_folder, intact_folder, little_part
+from fsdptrain.data.columns import read_all_rows
+from fsdptrain.data.encode import Encoder
+from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
+from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
+from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.errors import DataError, WorkerLost
+from fsdptrain.folder.events import Progress
+from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, die_with_parent
+
+TOKENS = 1  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+
+# Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
+# chat template is in the digest of the tokenizer.
+NOT_OF_TOKENS = frozenset(
+    {"path", "revision", "max_rows", "eval", "sources", "seq_len", "packing"}
+    | {"long_rows", "drop_duplicates", "chat_template"}
+)
+KIND = "tokens"  # of the folders of parts in the cache
+SMALL = 2**20  # bytes; smaller files share parts
+POOLED = 2**25  # bytes to encode from which on more processes are worth their start
+POLL_S = 0.2  # between two reports of what the processes have done
+
+Run = Callable[[str, Sequence[tuple[Any, ...]], Callable[[], None]], Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """Sources that are encoded together: `content` (JSON) identifies their rows, `stamps` are their files as found."""
+
+    content: list[Any]
+    sources: list[Source]
+    stamps: dict[DataFile, tuple[str, int, int]]
+    size: int  # in bytes
+
+
+def parts_of(path: DataPath) -> list[DataPart]:
+    """Return the parts of all files behind a path, or of a Hub data set, in the order of their rows.
+
+    Raises as `open_sources` does.
+    """
+    if is_hub_data(path):
+        [source], identity = open_sources(path), fingerprint(path)
+        return [
+            DataPart([identity, start, stop], [source.between(start, stop)], {}, PART_BYTES)
+            for start, stop in _bounds(source.cuts)
+        ]
+    stamps = {file: stamp(file) for file in readable_files(path)}
+    found, sources, parts = contents(path), opened_files(path, count_rows=False), list[DataPart]()
+    for group in _groups(list(sources), {file: size for file, (_, size, _) in stamps.items()}, found):
+        own = {file: stamps[file] for file in group}
+        bounds = _bounds(sources[group[0]].cuts or found[group[0]].cuts) if len(group) == 1 else [(BEGIN, None)]
+        for start, stop in bounds:
+            content = [[data_kind(file.name), found[file].sha256, start, stop] for file in group]
+            size = sum(size for _, size, _ in own.values()) // len(bounds)
+            parts.append(DataPart(content, [sources[file].between(start, stop) for file in group], own, size))
+    return parts
+
+
+def _bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
+    edges: list[Cut] = [BEGIN, *((place, rows) for place, rows in cuts)]
+    return list(zip(edges, [*edges[1:], None], strict=True))
+
+
+def _groups(
+    files: list[DataFile], sizes: dict[DataFile, int], found: dict[DataFile, Content]
+) -> Iterator[list[DataFile]]:
+    """Yield each large file by itself, and small ones in groups; an added file changes one group at most."""
+    group: list[DataFile] = []
+    for file in files:
+        if group and sizes[file] >= SMALL:
+            yield group
+            group = []
+        group.append(file)
+        ends_group = int(found[file].sha256[:2], 16) < 4  # one in 64: whatever stands before the file
+        if ends_group or sizes[file] >= SMALL or sum(sizes[each] for each in group) >= PART_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def token_key(tokenizer: Any, data: Data, day: date | None) -> list[Any]:
+    """Return (JSON) what decides the tokens of a row beside its content."""
+    usual = vars(Data())
+    keys = {k: v for k, v in vars(data).items() if k not in NOT_OF_TOKENS and v != usual[k]}
+    return [TOKENS, tokenizer_digest(tokenizer), day and day.isoformat(), keys]
+
+
+class PartEncoder:
+    """Encodes parts into the cache; `report` gets the number of rows of each batch.
+
+    A folder has `tokens.bin` (uint32 [T]), `trained.bin` (bool [T]), `kept.bin` (uint32 [R], tokens of each row),
+    `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained) and `notes.json`;
+    with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation of the part each row is.
+    `little`: a folder with fewer bytes is compared with its checksums whenever it is used.
+    """
+
+    def __init__(self, settings: tuple[Any, Data, date | None, int], report: Callable[[int], None]) -> None:
+        """Take tokenizer, data, the day that a chat template sees, and `little` as `settings`."""
+        self.settings, self.report = settings, report
+        self.tokenizer, self.data, self.day, self.little = settings
+        self.key = token_key(self.tokenizer, self.data, self.day)
+
+    def found(self, part: DataPart) -> Path | None:
+        """Return the folder of a part that is in the cache."""
+        return intact_folder(KIND, [self.key, part.content, None], self.little)
+
+    def count(self, part: DataPart) -> int:
+        """Return the number of rows of a part."""
+        return sum(source.counted() for source in part.sources)
+
+    def encode(self, part: DataPart, limit: int | None = None) -> Path:
+        """Return the folder of a part, or of its first rows. Raises DataError for wrong rows and for changed files."""
+
+        def write(folder: Path) -> None:
+            self._write(folder, part, limit)
+            for file, before in part.stamps.items():
+                if stamp(file) != before:
+                    raise DataError(f"{file} changed while it was read: run again when nothing writes to it")
+
+        return cached_folder(KIND, [self.key, part.content, limit], write, self.little)
+
+    def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
+        encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
+        with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
+            for batch in read_all_rows(part.sources, self.data, limit):
+                for ids, mask in encoder(batch):
+                    tokens.write(array("I", ids).tobytes())
+                    trained.write(mask)
+                    kept.append(len(ids))
+                done += len(batch)
+                self.report(len(batch))
+        (folder / "kept.bin").write_bytes(kept.tobytes())
+        (folder / "lengths.bin").write_bytes(encoder.lengths.tobytes())
+        if self.data.turns == "split":
+            (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
+        notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept)}
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+
+
+def notes_of(folder: Path) -> dict[str, int]:
+    """Return the counts of a part's folder: `rows` that were read, those that were `dropped`, and `tokens`."""
+    notes: dict[str, int] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    return notes
+
+
+def encode_parts(
+    parts: list[DataPart], tokenizer: Any, data: Data, day: date | None, limit: int | None, progress: Progress
+) -> Generator[tuple[int, Path | None], None, None]:
+    """Yield the number of rows of each part, and its folder: None behind the first `limit` rows.
+
+    Raises DataError as `read_all_rows` and `Encoder` do, and WorkerLost if a process is killed.
+    """
+    done, total = SimpleNamespace(value=0), 0  # rows that are encoded by now, and in all
+
+    def report(rows: int) -> None:
+        done.value += rows
+        show()
+
+    def show() -> None:
+        progress("tokenise", done.value, total)
+
+    encoder = PartEncoder((tokenizer, data, day, little_part(len(parts))), report)
+    found = [encoder.found(part) for part in parts]
+    missing = [part for part, folder in zip(parts, found, strict=True) if folder is None]
+    cores = min(len(os.sched_getaffinity(0)), len(missing)) if sum(part.size for part in missing) >= POOLED else 1
+    with _processes(encoder, cores, done) as (run, done):
+        counted = run("count", [(part,) for part in missing], lambda: progress("count rows", 0, 0))
+        counts = [notes_of(folder)["rows"] if folder else next(counted) for folder in found]
+        before = accumulate(counts, initial=0)
+        wanted = [n if limit is None else max(0, min(n, limit - rows)) for n, rows in zip(counts, before, strict=False)]
+        jobs = [(part, None if n == most else most) for part, n, most in zip(parts, counts, wanted, strict=True)]
+        total = sum(most for n, most, folder in zip(counts, wanted, found, strict=True) if not folder or most < n)
+        show()
+        folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
+        for number, count in enumerate(counts):
+            try:
+                folder = next(folders) if wanted[number] else None
+            except BrokenRows:  # others may follow in later parts
+                rest = (source for part in parts[number:] for source in part.sources)
+                collections.deque(read_all_rows(rest, data, sum(wanted[number:])), maxlen=0)
+                raise
+            yield count, folder
+
+
+@contextlib.contextmanager
+def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Run, Any]]:
+    """Yield a function that calls a method of an encoder for many arguments, in `count` processes, and a count of rows.
+
+    The results come in the order of the arguments; meanwhile, the last argument is called.
+    """
+    if count == 1 or (settings := _pickled(encoder)) is None:
+        yield lambda name, jobs, _: (getattr(encoder, name)(*job) for job in jobs), done
+        return
+    # A new process, which has no threads and no GPU, imports what is needed and forks: the others share its memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    done, others = context.Value("q", 0), {*multiprocessing.active_children()}
+    pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), settings, done))
+
+    def run(name: str, jobs: Sequence[tuple[Any, ...]], tick: Callable[[], None]) -> Iterator[Any]:
+        for future in [pool.submit(_call, name, *job) for job in jobs]:
+            while not wait([future], POLL_S).done:
+                tick()
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                raise WorkerLost(
+                    "a process that tokenises was killed (is the memory of the host full?): what was finished is kept; "
+                    "run the same command again"
+                ) from None
+
+    try:
+        yield run, done
+    finally:
+        for process in {*multiprocessing.active_children()} - others:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _pickled(encoder: PartEncoder) -> bytes | None:
+    """Return what another process needs to encode alike; None for a tokenizer with parts that cannot be sent."""
+    try:
+        settings = pickle.dumps(encoder.settings)
+        is_same = PartEncoder(pickle.loads(settings), encoder.report).key == encoder.key
+    except Exception:  # of any class: whatever such a part raises
+        return None
+    return settings if is_same else None
+
+
+_encoder: PartEncoder  # of a process that encodes
+
+
+def _start(environment: dict[str, str], settings: bytes, done: Any) -> None:
+    """Begin such a process. It ends with the one that started it, which alone obeys signals."""
+    global _encoder
+    for number in (*STOP_SIGNALS, STOP_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(os.getppid())
+    os.environ.update(environment | {"TOKENIZERS_PARALLELISM": "false"})  # each core has a process
+
+    def report(rows: int) -> None:
+        with done.get_lock():
+            done.value += rows
+
+    _encoder = PartEncoder(pickle.loads(settings), report)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    return getattr(_encoder, name)(*arguments)

@@ -1,0 +1,210 @@
+"""The page of a report: one HTML file that needs no network and runs no code."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from fsdptrain.config.reader import SECRET
+from fsdptrain.errors import RecipeError, StorageError, first_line
+from fsdptrain.folder.files import shipped, write_atomically
+from fsdptrain.folder.records import EVENTS, NUMBER, Record
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.forecast.plot import require_matplotlib
+from fsdptrain.launch.status import is_run_folder, runs_below
+from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
+from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
+from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import NO_BREAK_SPACE, counted, duration, rate, size
+
+MAX_ROWS = 60  # of a time line, half of them the newest
+MAX_SAMPLES = 10  # evaluations, the newest, whose samples are shown
+SUBTITLE = ("model", "size", "ranks")  # of the facts, those below the name of a single run
+GENERATOR = '<meta name="generator" content="fsdptrain'  # by which a report is known that may be replaced
+
+
+def check_report(out: Path) -> None:
+    """Raise RecipeError if no report can be written to `out`. This is cheap: call it before the runs are read."""
+    require_matplotlib("report")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise RecipeError(f"--out: {out.name!r} must end in .html")
+    if not out.parent.is_dir():
+        raise RecipeError(f"--out: folder {str(out.parent)!r} does not exist")
+    if out.exists() and not (out.is_file() and GENERATOR.encode() in out.read_bytes()[:1000]):
+        raise RecipeError(f"--out: {out} exists and is not a report of fsdptrain; it is not overwritten")
+
+
+def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
+    """Write the page of these runs, and of the runs below these folders; return what could not be read.
+
+    Raises RecipeError if no run has anything to show, or if there are more than have a colour.
+    """
+    rundirs = {run.place: run for folder in opened for run in _runs_in(folder)}
+    if len(rundirs) > COLOURS:
+        raise RecipeError(f"a report compares up to {COLOURS} runs, and these are {len(rundirs)}: name some of them")
+    runs, left_out = list[RunHistory](), list[str]()
+    for rundir in rundirs.values():
+        try:
+            runs.append(read_run(rundir))
+        except (RecipeError, StorageError) as error:
+            if len(rundirs) == 1:
+                raise
+            left_out.append(f"left out: {first_line(error)}")
+    if not runs:
+        raise RecipeError("no run has anything to report:\n  " + "\n  ".join(left_out))
+    set_labels(runs)
+    notes = left_out + [f"{run.label}: {note}" for run in runs for note in run.notes]
+    write_atomically(out, page(runs, notes))
+    return notes
+
+
+def _runs_in(folder: RunDir) -> list[RunDir]:
+    """Return the runs below a folder; the folder itself if it is one, or has none."""
+    below = [] if is_run_folder(folder.root) else runs_below(folder.root)
+    return [RunDir.open(path) for path in below] or [folder]
+
+
+def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
+    """Return the report as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(shipped("report", "page.html").read_text(encoding="utf-8"))
+    figures = [
+        (chart, [(kind, Markup(svg)) for kind, svg in drawings(chart, number)])
+        for number, chart in enumerate([*charts_of(runs), progress_chart(runs)])
+    ]
+    rendered = template.render(
+        runs=runs,
+        notes=notes,
+        figures=figures,
+        subtitle=" · ".join(cells[0][0] for name, cells in _rows(runs, facts) if name in SUBTITLE),
+        results=_rows(runs, results),
+        facts=_rows(runs, facts),
+        timelines=[event_rows(run) for run in runs],
+        faults=FAULTS,
+        samples=[(run.label, samples(run)) for run in runs],
+        recipe=[(key, [(as_yaml(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
+        version=version("fsdptrain"),
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+    return SECRET.sub("(hidden: it looks like a secret)", rendered)  # no recipe has one, but an error may repeat one
+
+
+Cell = tuple[str, str]  # a value and a remark
+
+
+def _rows(
+    runs: Sequence[RunHistory], of: Callable[[RunHistory], Iterable[tuple[str, *Cell]]]
+) -> list[tuple[str, list[Cell]]]:
+    """Return name → a cell for each run, of all that `of` yields: name, value and remark."""
+    columns = [{name: (value, remark) for name, value, remark in of(run)} for run in runs]
+    return [(name, [column.get(name, ("", "")) for column in columns]) for name in dict.fromkeys(chain(*columns))]
+
+
+def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers that a reader looks for first: what, how much, and a remark."""
+    if not (steps := run.of_kind("step")):
+        return
+    first, last, trained_s = steps[0], steps[-1], run.totals["total_s"]
+    yield "Training loss", f"{last['loss']:.4f}", f"from {first['loss']:.4f}"
+    if held_out := [record for record in run.of_kind("eval") if math.isfinite(record["loss"])]:
+        best = min(held_out, key=lambda record: record["loss"])
+        yield "Best held-out loss", f"{best['loss']:.4f}", f"at step {best['step']:,}"
+    yield "Steps", f"{last['step']:,}", f"of {run.start['total_steps']:,}"
+    cost = "of training"
+    if run.start["device"] != "cpu":
+        cost = f"· {short(trained_s * run.start['world_size'] / 3600)} GPU-hours"
+    yield "Label tokens", short(run.totals["total_tokens"]), f"in {duration(trained_s)} {cost}"
+    yield "Throughput", rate(run.totals["total_positions"] / max(trained_s, 1e-9)), f"{last['mfu']:.1%} MFU"
+    peak = max(record["peak_memory_bytes"] for record in steps)
+    yield "Peak memory", size(peak), f"of {size(run.start['device_memory_bytes'])}"
+
+
+def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
+    """Yield what a run is and was made with: name, value and remark."""
+    start, plan, recipe = run.start, run.plan, run.recipe
+    if plan:
+        yield (
+            "model",
+            str(recipe["model.id"] or f"{plan.recipe.model.config.get('model_type', 'model')}, from scratch"),
+            "",
+        )
+    yield (
+        "size",
+        f"{short(start['parameters'])} parameters",
+        f"{start['trainable']:,} trained" if "trainable" in start else "",
+    )
+    if path := recipe.get("data.path"):
+        yield "data", as_yaml(path), ""
+    if isinstance(shares := start.get("data", {}).get("shares"), dict):
+        yield "shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if NUMBER.fits(share)), ""
+    yield "sequences", f"{start['blocks']:,} of {start['seq_len']:,} tokens", f"{1 - start['fill']:.1%} padding"
+    hosts = {*start.get("hosts", [start["host"]])}
+    where = counted(len(hosts), "host") if len(hosts) > 1 else f"host {start['host']}"
+    yield "ranks", f"{start['world_size']}{NO_BREAK_SPACE}×{NO_BREAK_SPACE}{start['device']}", where
+    yield "sharding", start.get("strategy", "?"), f"attention: {start['attention']}"
+    versions = {"fsdptrain": plan.version} if plan else {}
+    versions |= {name: start[name] for name in ("torch", "transformers") if name in start}
+    yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items()), ""
+    yield "attempts", str(sum(record["event"] == "start" for record in run.records)), ""
+    yield "folder", run.rundir.place, ""
+
+
+def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
+    """Return rows of date, kind and sentence: starts, faults, and what followed."""
+    rows = [
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record["at"])), record["event"], text)
+        for record, text in _sentences(run)
+    ]
+    if len(rows) > MAX_ROWS:
+        rows[MAX_ROWS // 2 : -MAX_ROWS // 2] = [("", "", counted(len(rows) - MAX_ROWS, "more event"))]
+    return rows
+
+
+def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
+    """Yield each event of the time line with what the terminal says of it."""
+    screen = Screen(Console(file=io.StringIO(), highlight=False, soft_wrap=True, force_terminal=False))
+    said = {
+        "lost": "the attempt ended without a record of why: its processes were killed, or the machine was lost",
+        "stop": "stopped by {signal} after step {step:,}", "error": "{type}: {message}", "nonfinite": "{what}",
+        "restart": "workers were lost and are started again: restart {restart} of {of}",
+    }  # fmt: skip
+    for record in run.records:
+        kind = record["event"]
+        if kind in said:
+            yield record, said[kind].format(**record)
+        elif kind in EVENTS and kind not in ("step", "eval", "save", "generated", "progress"):
+            screen.console.file = io.StringIO()
+            screen.show(record)
+            if text := screen.console.file.getvalue().strip():
+                yield record, text
+
+
+def samples(run: RunHistory) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Return step → (prompt, text) of what the model wrote at each evaluation, the newest first."""
+    found = []
+    for record in reversed(run.kept):
+        texts, prompts = record.get("texts"), record.get("prompts")
+        if isinstance(texts, list) and isinstance(prompts, list) and len(texts) == len(prompts) and texts:
+            found.append((record.get("step", 0), [*zip(map(str, prompts), map(str, texts), strict=True)]))
+    return found[:MAX_SAMPLES]
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value of a recipe as YAML has it, in one line."""
+    plain = json.loads(json.dumps(value, default=dataclasses.asdict))
+    dumped: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return dumped.removesuffix("\n...\n").strip()

@@ -1,0 +1,149 @@
+"""What a run has written, read for a report: its records, its state, and how it went over time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fsdptrain.config.reflection import flat
+from fsdptrain.config.schema import Recipe
+from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
+from fsdptrain.folder.files import NOTHING_THERE
+from fsdptrain.folder.records import NUMBER, Record, Tail, read_object, without_undone
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.forecast.measured import comparison_line
+from fsdptrain.launch.status import UNKNOWN, observe
+from fsdptrain.plan.plan import Plan, open_plan
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class RunHistory:
+    """A run for a report. `records` has all that was written, in order; `kept` lacks what a resume undid.
+
+    Where an attempt ended without a word, `records` has a `lost` event, which no file has.
+    """
+
+    rundir: RunDir
+    records: list[Record]
+    status: dict[str, Any]
+    plan: Plan | None  # None: of another version
+    notes: list[str]
+    label: str = ""
+    kept: list[Record] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = without_undone(self.records)
+        self.records = [*_with_losses(self.records)]
+
+    @cached_property
+    def start(self) -> Record:
+        """The newest `start` event; empty before the first."""
+        return next((record for record in reversed(self.records) if record["event"] == "start"), {})
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Return the events of a kind that no resume undid."""
+        return [record for record in self.kept if record["event"] == kind]
+
+    @cached_property
+    def series(self) -> dict[str, dict[str, Points]]:
+        """Kind of event → name → (step, value) of every number in it; one in an object is `object.name`."""
+        found: dict[str, dict[str, Points]] = {"step": {}, "eval": {}}
+        for record in self.kept:
+            if record["event"] in found:
+                for name, value in _numbers(record):
+                    found[record["event"]].setdefault(name, []).append((record["step"], value))
+        return found
+
+    def attempts(self) -> Iterator[list[Record]]:
+        """Yield the records of each attempt, from one `start` to the next."""
+        attempt: list[Record] = []
+        for record in self.records:
+            if record["event"] == "start" and attempt:
+                yield attempt
+                attempt = []
+            attempt.append(record)
+        yield attempt
+
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        """The label tokens, positions and seconds of all steps that count."""
+        names = ("total_tokens", "total_positions", "total_s")
+        kept, totals = {id(record) for record in self.kept}, dict.fromkeys(names, 0.0)
+        for attempt in self.attempts():
+            steps = [record for record in attempt if record["event"] == "step" and id(record) in kept]
+            for name in names if steps else ():
+                totals[name] += steps[-1][name]  # they count from the start of the attempt
+        return totals
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Key → value of the recipe with all overrides; empty if it is of another version."""
+        return flat(self.plan.recipe) if self.plan else {}
+
+    @cached_property
+    def forecast(self) -> dict[str, Any]:
+        """The forecast beside the measurement: `peak_bytes`, as the chart of memory has it, and `says`, a sentence."""
+        with contextlib.suppress(*NOTHING_THERE, Unreadable, LookupError, TypeError, ValueError):
+            found = read_object(self.rundir.forecast)
+            peak = found["compared"]["peak_bytes"]["forecast"] + self.start["baseline_memory_bytes"]
+            return {"peak_bytes": float(peak), "says": comparison_line(found)}
+        return {}
+
+
+def _with_losses(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield the records and, before a start that follows no end, that the attempt before it was lost."""
+    newest, ended = Record(), True
+    for record in records:
+        if record["event"] == "start" and not ended:
+            yield {"event": "lost", "at": newest["at"]}
+        ended = record["event"] in ("stop", "error", "restart", "nonfinite", "export")
+        newest = record
+        yield record
+
+
+def read_run(rundir: RunDir) -> RunHistory:
+    """Read a run folder, which nothing locks: the run may go on. Raise RecipeError if it has nothing to report."""
+    notes, status, plan = [], UNKNOWN, None
+    tail = Tail(rundir.metrics, from_end=False)
+    records = [*tail.read()]
+    try:
+        status = observe(rundir).status()
+        plan = open_plan(rundir.plan) if records else None
+    except (RecipeError, StorageError) as error:
+        if not records:
+            raise
+        notes.append(f"state and recipe are not known: {first_line(error)}")
+    if not any(record["event"] == "start" for record in records):
+        raise RecipeError(f"{rundir.place} has nothing to report yet: {status['why'] or 'no worker has started'}")
+    return RunHistory(rundir, records, status, plan, [*notes, *tail.faults])
+
+
+def set_labels(runs: Sequence[RunHistory]) -> None:
+    """Give each run the shortest label that tells it from the others: the recipe's name, else its folder or place."""
+    names = [run.status["name"] or run.rundir.root.name for run in runs]
+    folders, places = [run.rundir.root.name for run in runs], [run.rundir.place for run in runs]
+    chosen = next((labels for labels in (names, folders) if len({*labels}) == len(runs)), places)
+    for run, label in zip(runs, chosen, strict=True):
+        run.label = label
+
+
+def changed_keys(runs: Sequence[RunHistory]) -> list[str]:
+    """Return the keys of one run's recipe that are not the defaults; of several, the keys in which they differ."""
+    recipes = [run.recipe for run in runs if run.plan]
+    others = recipes[1:] if len(runs) > 1 else [flat(Recipe())]
+    keys = recipes[0].keys() - {"name", "output_dir"} if recipes else ()
+    return [key for key in flat(Recipe()) if key in keys and any(recipes[0][key] != other[key] for other in others)]
+
+
+def _numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record, those of objects in it too, as `object.name`."""
+    for name, value in record.items():
+        if NUMBER.fits(value):
+            yield prefix + name, float(value)
+        elif isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}.")

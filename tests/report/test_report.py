@@ -1,0 +1,366 @@
+"""The page of `fsdptrain report`: of runs that are written by hand, and of a real one in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, Browser
+from support import fsdptrain, sample, write_recipe
+
+from fsdptrain.config.reader import load
+from fsdptrain.errors import RecipeError
+from fsdptrain.folder.records import EVENTS
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.report.charts import charts_of, progress_chart, short
+from fsdptrain.report.document import as_yaml, check_report, event_rows, facts, page, results, samples, write_report
+from fsdptrain.report.history import changed_keys, read_run, set_labels
+from fsdptrain.text import GIB
+
+CARD = "NVIDIA H100 80GB HBM3"
+BEGAN = 1.8e9
+
+
+class Written:
+    """A run folder as the workers of eight GPUs write it."""
+
+    def __init__(self, tmp: Path, **changes: Any) -> None:
+        tmp.mkdir(exist_ok=True)
+        plan = make_plan(load(write_recipe(tmp, **changes)), Topology("cuda", 1, 8))
+        self.rundir, self.now, self.total_s = plan.rundir, BEGAN, 0.0
+        self.rundir.logs.mkdir(parents=True)
+        self.rundir.plan.write_text(plan.to_json())
+
+    def event(self, kind: str, **fields: Any) -> None:
+        fields = sample(kind, **fields) if kind in EVENTS else fields
+        with self.rundir.metrics.open("a") as stream:
+            stream.write(json.dumps({"event": kind, "at": self.now, **fields}) + "\n")
+
+    def start(self, total: int, **fields: Any) -> None:
+        self.total_s = 0.0
+        sizes = {"parameters": 8_030_261_248, "blocks": 52_000, "seq_len": 4096, "fill": 0.97, "world_size": 8}
+        memory = {"device_memory_bytes": 79 * GIB, "baseline_memory_bytes": GIB // 2}
+        versions = {"torch": "2.13.0", "transformers": "5.24.0", "strategy": "FULL_SHARD"}
+        self.event("start", device=CARD, total_steps=total, host="n1", **sizes, **memory, **versions, **fields)
+
+    def steps(self, first: int, last: int, total: int, **fields: Any) -> None:
+        noise = random.Random(first)
+        for step in range(first, last + 1):
+            self.now, self.total_s = self.now + 5.5, self.total_s + 5.5
+            share, jitter = step / total, noise.gauss(0, 1)
+            self.event(
+                "step", step=step, loss=1.1 + 1.2 * math.exp(-6 * share) + 0.06 * jitter,
+                lr=2e-5 * min(1, step / (0.03 * total)) * (0.55 + 0.45 * math.cos(math.pi * share)), step_s=5.5,
+                grad_norm=0.4 + 2 * math.exp(-20 * share) + 0.05 * abs(jitter), positions_per_s=47_980 + 300 * jitter,
+                mfu=0.34 + 0.002 * jitter, peak_memory_bytes=41 * GIB, reserved_memory_bytes=51 * GIB,
+                total_tokens=int(self.total_s * 30_000), total_positions=int(self.total_s * 47_980),
+                total_s=self.total_s, **fields,
+            )  # fmt: skip
+
+    def eval(self, step: int, loss: float, **fields: Any) -> None:
+        self.event("eval", step=step, loss=loss, perplexity=math.exp(loss), tokens=100_000, **fields)
+
+
+def mixture(tmp: Path, total: int = 400) -> RunDir:
+    """Write a run of three sources that lost its workers once, skipped a step, and has samples and a forecast."""
+    run, half = Written(tmp, name="mixture"), total // 2
+    run.start(total, notes=["web: read 2.1 times in the run"])
+    for begin in range(0, total, total // 8):
+        held_out = 1.15 + 1.15 * math.exp(-6 * begin / total)
+        run.eval(begin, held_out, losses={"web": held_out + 0.2, "code": held_out - 0.3, "chat": held_out + 0.05})
+        text = "a sea of <b>troubles</b> & more" if begin else "the the the"
+        run.event("generated", step=begin, prompts=["To be or not to be, that is"], texts=[f" {text} ({begin})"])
+        if begin == half:
+            run.event("save", step=half, path="checkpoints/step", bytes=GIB, seconds=9.0)
+            run.steps(half + 1, half + 30, total)
+            run.event("error", type="WorkerLost", message="rank 3 on n1 was killed (SIGKILL)", rank=3)
+            run.event("restart", attempt=1, restart=1, of=3)
+            run.now += 120
+            run.start(total)
+            run.event("resume", step=half, changed={"log.every": [1, 2]}, notes=[])
+        run.steps(begin + 1, begin + total // 8, total)
+    run.event("skip", step=total - 1, what="step was not finite: rank 2, samples 17 and 18")
+    run.eval(total, 1.16, losses={"web": 1.36, "code": 0.86, "chat": 1.21})
+    compared = {"forecast": 40 * GIB, "measured": 40.5 * GIB, "ratio": 1.01}
+    speed = {"forecast": 5.4, "measured": 5.5, "ratio": 1.02}
+    run.rundir.forecast.write_text(json.dumps({"compared": {"peak_bytes": compared, "step_s": speed}}))
+    return run.rundir
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return mixture(tmp_path_factory.mktemp("mixed"))
+
+
+def preferences(tmp: Path, name: str = "dpo") -> RunDir:
+    """Write a run whose events have numbers that only some objectives have."""
+    run = Written(tmp, name=name, optim__lr=1e-5)
+    run.start(20)
+    for step in range(1, 21):
+        run.steps(step, step, 20, margin=step / 10, accuracy=0.5 + step / 50)
+    run.event("stop", step=20, signal="SIGTERM")
+    return run.rundir
+
+
+class Reader(HTMLParser):
+    """Reads a page: its text, its tags with their attributes; `errors` are tags that do not match."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open, self.errors, self.tags, self.text = list[str](), list[str](), list[tuple[str, dict[str, Any]]](), ""
+        self.feed(source)
+        self.close()
+        self.errors += self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.errors.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(*rundirs: RunDir) -> Reader:
+    runs = [read_run(rundir) for rundir in rundirs]
+    set_labels(runs)
+    return Reader(page(runs))
+
+
+def test_a_page_is_well_formed_and_asks_for_nothing(mixed: RunDir) -> None:
+    read = read_page(mixed)
+    assert read.errors == []
+    attributes = [(name, value or "") for _, found in read.tags for name, value in found.items()]
+    assert not [value for _, value in attributes if re.search(r"https?:|//|url\((?!#)", value)]
+    references = [value for name, value in attributes if name in ("href", "src", "xlink:href")]
+    ids = Counter(value for name, value in attributes if name == "id")
+    assert {value for value in references if not value.startswith("#")} == {"data:,"}
+    assert {value[1:] for value in references if value.startswith("#")} <= ids.keys() and set(ids.values()) == {1}
+    assert not [tag for tag, _ in read.tags if tag in ("script", "img", "iframe", "object")]
+    policy = next(found["content"] for _, found in read.tags if "http-equiv" in found)
+    assert "default-src 'none'" in policy and "script" not in policy
+
+
+def test_names_values_and_messages_are_text(tmp_path: Path) -> None:
+    run = Written(tmp_path, name="run", data__format="prompt_completion", data__separator="<i>&</i>")
+    run.rundir.plan.write_text(run.rundir.plan.read_text().replace('"name": "run"', '"name": "<script>1</script>"'))
+    run.start(9, notes=["<img src=x>"])
+    run.steps(1, 3, 9)
+    run.event("error", type="DataError", message="'</main><script>alert(1)</script>")
+    read = read_page(run.rundir)
+    assert read.errors == [] and not {"script", "img", "i"} & {tag for tag, _ in read.tags}
+    for words in ("<script>1</script>", "<i>&</i>", "<img src=x>", "'</main><script>alert(1)</script>"):
+        assert words in read.text
+
+
+def test_what_looks_like_a_secret_is_not_repeated(tmp_path: Path) -> None:
+    run, secret = Written(tmp_path, name="run"), "hf_" + "a" * 30
+    run.rundir.plan.write_text(run.rundir.plan.read_text().replace('"name": "run"', f'"name": "{secret}"'))
+    run.start(9)
+    run.event("error", type="DataError", message=f"s3://key:{secret}@store refuses")
+    text = read_page(run.rundir).text
+    assert secret not in text and text.count("(hidden: it looks like a secret)") == 4
+
+
+def test_which_curves_there_are_follows_from_the_events(mixed: RunDir, tmp_path: Path) -> None:
+    usual = ["Learning rate", "Gradient norm", "Throughput", "MFU"]
+    charts = charts_of([read_run(mixed)])
+    assert [chart.title for chart in charts] == ["Loss", *usual, "Memory of the fullest rank"]
+    newest = [("training, smoothed", 1), ("held-out", 2, "1.1600"), ("held-out: web", 3, "1.3600")]
+    newest += [("held-out: code", 4, "0.8600"), ("held-out: chat", 5, "1.2100")]
+    assert charts[0].newest[1:] == newest[1:] and charts[0].newest[0][:2] == newest[0] and charts[0].marks == [200]
+    assert charts[-1].limits == {"card": 79 * GIB, "forecast peak": 40.5 * GIB}
+    assert charts[-1].note == (
+        "forecast and measurement: memory 40.0 GiB, measured 40.5 GiB (1.01×); a step 5.4 s, measured 5.5 s (1.02×); "
+        "card: 79.0 GiB"
+    )
+    charts = charts_of([read_run(preferences(tmp_path))])
+    assert [chart.title for chart in charts] == ["Loss", *usual, "Margin", "Accuracy", "Memory of the fullest rank"]
+    assert charts[5].curves[0].points == [(step, step / 10) for step in range(1, 21)]
+
+
+def test_steps_that_a_resume_undid_are_not_drawn_nor_counted(mixed: RunDir) -> None:
+    run = read_run(mixed)
+    assert [step for step, _ in run.series["step"]["loss"]] == [*range(1, 401)]
+    assert run.totals["total_s"] == pytest.approx(400 * 5.5)
+    shown = {name: (value, remark) for name, value, remark in results(run)}
+    assert shown["Label tokens"] == ("66M", "in 36:40 · 4.89 GPU-hours") and shown["Steps"] == ("400", "of 400")
+    lines = [curve for curve in progress_chart([run]).curves if not curve.marker]
+    assert [(curve.faint, curve.points[0][1], curve.points[-1][1]) for curve in lines] == [
+        (True, 1, 230), (False, 1, 200), (False, 201, 400)
+    ]  # fmt: skip
+
+
+def test_the_smooth_curve_is_the_exponential_mean(mixed: RunDir) -> None:
+    raw, smooth = charts_of([read_run(mixed)])[0].curves[:2]
+    values, weight = [value for _, value in raw.points], 2 / 21
+    for number in (1, 2, 50, 400):
+        weights = [(1 - weight) ** back for back in range(number)][::-1]
+        mean = sum(w * value for w, value in zip(weights, values[:number], strict=True)) / sum(weights)
+        assert smooth.points[number - 1] == (number, pytest.approx(mean))
+
+
+def test_a_curve_is_drawn_where_its_values_are(mixed: RunDir) -> None:
+    read, chart = read_page(mixed), charts_of([read_run(mixed)])[0]
+    code = next(curve for curve in chart.curves if curve.label == "held-out: code")
+    paths = [found for tag, found in read.tags if tag == "path" and "stroke: var(--c4)" in found.get("style", "")]
+    drawn = re.findall(r"[ML] ([\d.]+) ([\d.]+)", next(p["d"] for p in paths if "clip-path" in p))
+    assert len(drawn) == len(code.points) == 9
+    for axis in (0, 1):
+        pixels, values = [float(point[axis]) for point in drawn], [point[axis] for point in code.points]
+        scale = (pixels[-1] - pixels[0]) / (values[-1] - values[0])
+        assert scale > 0 if axis == 0 else scale < 0
+        assert pixels == [pytest.approx(pixels[0] + scale * (value - values[0]), abs=0.2) for value in values]
+
+
+def test_several_runs_are_over_one_another_with_the_difference_of_their_recipes(mixed: RunDir, tmp_path: Path) -> None:
+    runs = [read_run(mixed), read_run(preferences(tmp_path))]
+    set_labels(runs)
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    assert [label for label, _, _ in charts["Training loss"].newest] == ["mixture", "dpo"]
+    assert {curve.colour for curve in charts["Training loss"].curves} == {1, 2}
+    assert [charts[name].curves[0].colour for name in ("Margin", "Held-out loss: web")] == [2, 1]
+    assert progress_chart(runs).newest == [("mixture", 1, "400"), ("dpo", 2, "20")]
+    assert changed_keys(runs) == ["data.path", "optim.lr"]
+    read = read_page(mixed, preferences(tmp_path / "again", "mixture"))
+    assert read.errors == [] and "What differs in the recipes" in read.text
+    assert str(mixed.root) in read.text and read.text.count("0.0003") == 1
+
+
+def test_the_time_line_has_faults_and_what_followed(mixed: RunDir, tmp_path: Path) -> None:
+    kinds = ["start", "error", "restart", "start", "resume", "skip"]
+    rows = event_rows(read_run(mixed))
+    assert [kind for _, kind, _ in rows] == kinds and rows[0][0] == "2027-01-15 08:00:00"
+    assert rows[1][2] == "WorkerLost: rank 3 on n1 was killed (SIGKILL)"
+    assert rows[4][2] == "resumed after step 200\n  log.every: 1 → 2"
+    run = Written(tmp_path)
+    run.start(9)
+    run.steps(1, 4, 9)
+    for _ in range(40):
+        run.start(9)
+    run.event("stop", step=4, signal="SIGINT")
+    rows = event_rows(read_run(run.rundir))
+    assert [kind for _, kind, _ in rows[:4]] == ["start", "lost", "start", "lost"] and len(rows) == 61
+    assert rows[30] == ("", "", "22 more events") and rows[-1][1:] == ("stop", "stopped by SIGINT after step 4")
+
+
+def test_the_newest_samples_come_first(mixed: RunDir) -> None:
+    found = samples(read_run(mixed))
+    assert [step for step, _ in found] == [*range(350, -1, -50)]
+    assert found[0][1] == [("To be or not to be, that is", " a sea of <b>troubles</b> & more (350)")]
+
+
+def test_shares_of_the_sources_are_a_fact(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start(9, data={"rows": 3, "shares": {"web": 0.75, "code": 0.25, "odd": "x"}})
+    assert ("shares", "web 75.0%, code 25.0%", "") in [*facts(read_run(run.rundir))]
+
+
+def test_values_of_a_recipe_are_yaml_in_one_line() -> None:
+    value = {"path": Topology("cpu", 1, 2), "none": None, "names": ["a: b", "12"], "long": "x " * 100}
+    assert "\n" not in as_yaml(value) and "{device: cpu, nnodes: 1, nproc_per_node: 2, " in as_yaml(value)
+    assert "none: null, names: ['a: b', '12'], long: 'x x" in as_yaml(value)
+    assert [as_yaml(value) for value in (True, 2e-5, "FULL_SHARD", None)] == ["true", "2.0e-05", "FULL_SHARD", "null"]
+
+
+def test_runs_that_cannot_be_shown_are_one_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    with pytest.raises(RecipeError, match=r"nowhere is not a run folder: it has no plan.json$"):
+        write_report([RunDir(tmp_path / "nowhere")], out)
+    empty = Written(tmp_path / "empty")
+    with pytest.raises(RecipeError, match=r"run has nothing to report yet: nothing was recorded yet$"):
+        write_report([empty.rundir], out)
+    assert not out.exists()
+    empty.start(9)
+    assert write_report([empty.rundir], out) == [] and "No step was trained yet." in out.read_text()
+    empty.steps(1, 2, 9)
+    with empty.rundir.metrics.open("a") as stream:
+        stream.write("{damaged\n")
+    empty.rundir.plan.write_text("{}")  # of another version
+    noted = write_report([empty.rundir, RunDir(tmp_path / "nowhere")], out)
+    assert [note.partition(": ")[0] for note in noted] == ["left out", "run", "run"]
+    assert "state and recipe are not known: " in noted[1] and "line 4: not JSON" in noted[2]
+    read = Reader(out.read_text())
+    assert read.errors == [] and all(note in read.text for note in noted) and "state unknown" in read.text
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e308, -1e308, 0.0])
+def test_losses_of_any_size_are_drawn(loss: float, tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start(4)
+    run.steps(1, 3, 4)
+    run.event("step", step=4, loss=str(loss) if not math.isfinite(loss) else loss)
+    run.eval(4, loss=1.0)
+    assert read_page(run.rundir).errors == []
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start(2000)
+    run.steps(1, 2000, 2000)
+    assert len(page([read_run(run.rundir)])) < 250_000
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.001, "0.001"), (2e-5, "2e-5"), (0, "0"), (1230, "1,230"), (51_234, "51.2k"), (999_900, "1000k"),
+     (8_030_261_248, "8.03B"), (-2.5e6, "-2.5M"), (1e13, "1e13"), (math.nan, "nan")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_the_command_replaces_only_a_report(mixed: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "r.html"
+    write_report([mixed], out)
+    before = out.read_text()
+    check_report(out)
+    done = fsdptrain("report", mixed.root.parent, "--out", out, executed=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}\n", "")
+    assert out.read_text().partition("Made by")[0] == before.partition("Made by")[0], "equal runs give equal pages"
+    out.write_text("mine")
+    for path, words in ((out, "is not a report of fsdptrain"), (tmp_path / "r.pdf", "must end in .html")):
+        with pytest.raises(RecipeError, match=words):
+            check_report(path)
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_it_at_any_width_in_both_schemes(mixed: RunDir, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.html", tmp_path / "two.html"
+    write_report([mixed], one)
+    write_report([mixed, preferences(tmp_path / "dpo")], two)
+    drawn = "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect()).filter(r => r.width > 0)"
+    inks = "[...document.querySelectorAll('svg path[clip-path]')].map(p => getComputedStyle(p).stroke)"
+    with Browser() as browser:
+        for path in (one, two):
+            colours = {}
+            for scheme in ("light", "dark"):
+                for width in (360, 768, 1440):
+                    browser.show(path, width, scheme)
+                    assert browser.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+                    figures = browser.value("document.querySelectorAll('figure').length")
+                    assert browser.value(f"{drawn}.filter(r => r.width > 200 && r.height > 100).length") == figures >= 7
+                    assert browser.value("[...document.querySelectorAll('figure, .card')].every("
+                                         "e => e.getBoundingClientRect().right <= innerWidth)")  # fmt: skip
+                colours[scheme] = browser.value(inks), browser.value("getComputedStyle(document.body).backgroundColor")
+            (light, white), (dark, black) = colours["light"], colours["dark"]
+            assert white != black and {*light} & {*dark} <= {"none"} and len({*dark}) > 3
+        assert browser.errors == []
