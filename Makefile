@@ -29,7 +29,7 @@ demo: install
 	$(BIN)/fsdptrain run shakespeare $(OVERRIDES)
 	$(BIN)/fsdptrain run speakers $(OVERRIDES)
 	$(BIN)/fsdptrain run speakers-lora $(OVERRIDES)
-	$(BIN)/python recipes/generate.py runs/shakespeare/export "ROMEO:\n"
+	$(BIN)/fsdptrain chat runs/shakespeare --prompt ROMEO: --max-tokens 70
 	$(BIN)/python recipes/score.py recipes/data/speakers-test.jsonl $(foreach run,shakespeare speakers speakers-lora,runs/$(run)/export)
 
 check: install

@@ -35,7 +35,7 @@ from fsdptrain.errors import (
 
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.validate.findings import Outcome
+    from fsdptrain.dryrun.findings import Outcome
 
 Place = str | os.PathLike[str]
 ENDED: dict[int, type[FsdptrainError]] = {
@@ -61,8 +61,8 @@ def validate(
     `hardware` plans for other machines, such as `8xh100-80gb`; `price` is in dollars per GPU-hour. A plan that does not
     fit is an outcome with the exit code 3. Raises RecipeError for a wrong recipe or unknown hardware.
     """
+    from fsdptrain.dryrun.request import make_request, run_dry_run
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.request import make_request, run_dry_run
 
     request = make_request(load_recipe(recipe, overrides), hardware, price=price)
     with Screen(quiet=True) as screen:

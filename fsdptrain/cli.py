@@ -37,11 +37,12 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.attempts.attempts import EarlierAttempts
     from fsdptrain.config.reader import LoadedRecipe
+    from fsdptrain.dryrun.findings import Outcome
+    from fsdptrain.dryrun.request import Request
     from fsdptrain.folder.rundir import RunDir
+    from fsdptrain.inference.opened import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.findings import Outcome
-    from fsdptrain.validate.request import Request
 
 
 app = typer.Typer(
@@ -68,6 +69,13 @@ Trust = Annotated[
 ]
 
 RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or the URL that is output_dir")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run (its export, or else its newest checkpoint), or a model")
+]
+StepOption = Annotated[int | None, typer.Option(metavar="N", help="the checkpoint of this step of a run")]
+DtypeOption = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="of the computation; default: float32 on a CPU, else the run's")
+]
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
 WIDE = 111  # columns of a terminal on which names and what they are stand side by side
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
@@ -313,10 +321,10 @@ def validate(
             raise RecipeError(
                 f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
             )
+        from fsdptrain.dryrun.request import make_request
+        from fsdptrain.dryrun.summary import show_outcome
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
-        from fsdptrain.validate.request import make_request
-        from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -346,7 +354,7 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    from fsdptrain.validate.request import run_dry_run
+    from fsdptrain.dryrun.request import run_dry_run
 
     with _screen_beside_result() as screen:
         return run_dry_run(request, screen)
@@ -361,12 +369,12 @@ def _check_here(request: Request) -> Outcome:
     os.environ.update(worker_variables(launched))
     check_name(request.plan.topology, os.environ)
     if request.plan.topology.joined:
-        from fsdptrain.validate.here import check_ranks
+        from fsdptrain.dryrun.here import check_ranks
 
         with contextlib.redirect_stdout(sys.stderr):
             outcome = check_ranks(request)
     else:
-        from fsdptrain.validate.request import check_here
+        from fsdptrain.dryrun.request import check_here
 
         with _screen_beside_result() as screen:
             outcome = check_here(request, screen)
@@ -398,11 +406,11 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Tokenise and pack the data ahead of a run, with all cores. Interrupted, it continues where it was."""
+    """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
     written = find_recipe(recipe, overrides)
+    from fsdptrain.dryrun.request import make_request
     from fsdptrain.folder.events import progress_record
     from fsdptrain.processes import StopRequest
-    from fsdptrain.validate.request import make_request
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
     outcome = "before all was prepared; what was finished is kept; run the same command again"
@@ -569,9 +577,9 @@ def submit(
 
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
+    from fsdptrain.dryrun.request import make_request
+    from fsdptrain.dryrun.summary import show_outcome
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.request import make_request
-    from fsdptrain.validate.summary import show_outcome
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
@@ -660,6 +668,98 @@ def verify(
         )
 
 
+@app.command("eval", epilog="Example: fsdptrain eval runs/shakespeare --data new.txt")
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
+    ],
+    step: StepOption = None,
+    form: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="default: the run's, else guessed from the columns")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=COLUMN", help="where they differ, also several times")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", min=8, help="tokens at which rows are divided; default: the run's")
+    ] = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: Trust = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+) -> None:
+    """Compute the loss of a model on files. Rows are read as the run read them; one process computes."""
+    from fsdptrain.config.formats import Format
+    from fsdptrain.terminal.page import Page
+
+    if form not in (None, *Format):
+        raise RecipeError(f"--format: {form!r} is not one of {', '.join(Format)}")
+    pairs = [pair.partition("=") for pair in column or []]
+    if wrong := [name for name, _, value in pairs if not name or not value]:
+        raise RecipeError(f"--column: {wrong[0]!r} is not FIELD=COLUMN, such as text=body")
+    with _screen_beside_result() as screen, _opened_model(model, step, dtype, trust_remote_code, screen) as opened:
+        from fsdptrain.inference.scores import ReadAs, score_files, show_scores
+
+        found = score_files(opened, data, ReadAs(form, {name: value for name, _, value in pairs}, seq_len), screen)
+    if as_json:
+        from fsdptrain.folder.records import json_safe
+
+        print(json.dumps(json_safe(found), indent=2))
+    else:
+        show_scores(found, Page())
+
+
+@app.command(epilog="Example: fsdptrain chat runs/shakespeare --prompt ROMEO:")
+def chat(
+    model: ModelArgument,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="print one answer and exit")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of an answer, at most")] = 256,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0, help="0: always the most likely token; 1: as the model says")
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="the same seed and inputs get the same answers")] = 0,
+    step: StepOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk to a model at a terminal. One that has learned no conversations continues texts. Ctrl-C ends an answer."""
+    with contextlib.ExitStack() as stack:
+        with _screen_beside_result() as screen:  # its live line would be in the way of the answers
+            opened = stack.enter_context(_opened_model(model, step, dtype, trust_remote_code, screen))
+        from fsdptrain.inference.dialogue import Dialogue, Sampling, talk
+
+        dialogue = Dialogue(opened, Sampling(max_tokens, temperature, seed))
+        if prompt is not None:
+            dialogue.answer(prompt)
+        else:
+            screen.say(f"{opened.name}: {dialogue.usage}")
+            talk(dialogue)
+
+
+@contextlib.contextmanager
+def _opened_model(
+    model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
+) -> Iterator[OpenedModel]:
+    """Yield the model of a run or a folder, opened in this process."""
+    from typing import get_args
+
+    from fsdptrain.config.dtypes import ComputeDtype
+
+    if dtype not in (None, *get_args(ComputeDtype)):
+        raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
+    from fsdptrain.checkpoint.verify import is_model
+
+    with _opened_run(model) as rundir:
+        if not (is_model(rundir.root) or rundir.plan.is_file()):
+            what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
+            raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
+        with screen.busy("importing transformers"):
+            from fsdptrain.inference.opened import opened_model
+        with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:
+            yield opened
+
+
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
@@ -708,8 +808,8 @@ def init(
     if not data or model is None:
         raise RecipeError("give --data and --model, or the configuration of another tool with --from")
     from fsdptrain.data.starter import read_starter
+    from fsdptrain.dryrun.proposal import propose, show_proposal
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:

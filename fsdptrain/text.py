@@ -47,6 +47,15 @@ def _wrapped(line: str, width: int, extra_indent: int) -> str:
     return "\n".join(lines).replace(NO_BREAK_SPACE, " ")
 
 
+def printable(text: str, one_line: bool = False) -> str:
+    """Return a text that changes no colours and moves no cursor: its control characters are visible or spaces.
+
+    Line breaks and tabs stay, but in `one_line`, where white space becomes single spaces.
+    """
+    text = " ".join(text.split()) if one_line else text
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Return a number with its noun: `1 step`, `40 steps`."""
     return f"{count:,} {noun}" + ("" if count == 1 else plural)

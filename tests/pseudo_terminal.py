@@ -100,6 +100,10 @@ class Terminal:
         """Whether the cursor is visible and at the beginning of a line, as a shell needs it."""
         return not self._screen.cursor.hidden and self._screen.cursor.x == 0
 
+    def type(self, text: str) -> None:
+        """Type a text."""
+        os.write(self._master, text.encode())
+
     def press_ctrl_c(self) -> None:
         """Send Ctrl-C."""
         os.write(self._master, b"\x03")

@@ -649,6 +649,29 @@ def groups_of_gathers(recipe: str, variants: dict[str, list[str]], steps: int) -
     return found
 
 
+def continuations(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what each variant writes behind `eval.prompts`, and then with weights that are not numbers.
+
+    `curves`, of a variant without overrides: of two steps, and of two steps with prompts between them.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        state = torch.get_rng_state()
+        texts = run.continue_prompts(lambda: False)
+        assert texts is not None and torch.equal(state, torch.get_rng_state())
+        curves = []
+        if not overrides:
+            curves = [curve(build(recipe, overrides), 2), curve(run, 1)]
+            run.continue_prompts(lambda: False)
+            curves[1] += curve(run, 2, 1)
+        with torch.no_grad():
+            for param in run.engine.model.parameters():
+                param.fill_(math.nan)
+        found[name] = {"texts": texts, "curves": curves, "nan": run.continue_prompts(lambda: False)}
+    return found
+
+
 def recorded() -> list[str]:
     """Return the collectives of this rank in the flight recorder, in order, with their units."""
     entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)

@@ -27,6 +27,7 @@ from fsdptrain.attempts.manifest import (
     reject_external_symlinks,
     resume_problems,
 )
+from fsdptrain.checkpoint.card import Origin, write_cards
 from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
 from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.load import CheckpointReader
@@ -110,8 +111,9 @@ def export_live(
         with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
                 with output_lock(rundir.export):
-                    fields = _write_and_record(
-                        rundir, step, what, tensors, reporter.progress, comparison, wait, check_base
+                    origin = Origin(rundir, step, checkpointer.identity)
+                    fields = _write(
+                        origin, what, tensors, rundir.export, reporter.progress, comparison, wait, check_base
                     )
                 reporter.event("export", **fields)
             except (CheckpointError, RecipeError) as error:
@@ -177,10 +179,8 @@ def _write_checkpoint(
         Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
     ):
         tensors = checkpoint_tensors(checkpoint, what.trained, what.trained_groups)
-        if out == rundir.export:
-            return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
-        done = what.write(tensors, out, progress, check=comparison.check)
-        return _fields(what, out, done) | comparison.fields
+        origin = Origin(rundir, manifest.step, manifest.identity)
+        return _write(origin, what, tensors, out, progress, comparison, wait)
 
 
 @contextlib.contextmanager
@@ -242,31 +242,34 @@ def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int]] | None, ident
         ) from None
 
 
-def _write_and_record(
-    rundir: RunDir,
-    step: int,
+def _write(
+    origin: Origin,
     what: Exported,
     tensors: Iterator[Tensors],
+    out: Path,
     progress: Progress,
     comparison: Comparison,
     wait: Callable[[], None],
     check_base: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event.
+    """Write an export with its model card; return the fields of the `export` event.
 
-    `wait` is called while checksums are computed.
+    That of the run folder replaces an earlier one, and is recorded. `wait` is called while checksums are computed.
     """
-    before = read_export_record(rundir).files
+    rundir, is_recorded = origin.rundir, out == origin.rundir.export
+    before = read_export_record(rundir).files if is_recorded else {}
     sums: dict[str, str] = {}
 
     def check(folder: Path) -> None:
         progress("computing the checksums of the export", 0, 0)
         sums.update(file_sums(folder, file_stamps(folder), wait))
+        write_cards(folder, what, origin, sums, out, before)
         comparison.check(folder)
 
-    done = what.write(tensors, rundir.export, progress, before, check, check_base)
-    write_export_record(rundir, step, done.files, sums)
-    return {"step": step, **_fields(what, rundir.export, done), **comparison.fields}
+    done = what.write(tensors, out, progress, before, check, check_base)
+    if is_recorded:
+        write_export_record(rundir, origin.step, done.files, sums)
+    return {"step": origin.step, **_fields(what, out, done), **comparison.fields}
 
 
 def _fields(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:

@@ -13,13 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain import __version__
 from fsdptrain.checkpoint.comparison import Way, coarser, weights_memory
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.writer import ExportResult, publish, write_folder
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.files import fsync
@@ -89,7 +87,7 @@ class Exported:
 
             def fill(scratch: Path) -> int:
                 adapter = collected(tensors, self.groups, progress)
-                count = write_adapter(scratch, self.trained, adapter, recipe, self.assets)
+                count = write_adapter(scratch, self.trained, adapter, self.assets)
                 check(scratch)
                 return count
 
@@ -100,7 +98,7 @@ class Exported:
         def beside(scratch: Path) -> int:
             count = 0
             if self.adapter == "both":
-                count = write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, recipe, self.assets)
+                count = write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, self.assets)
             check(scratch)
             return count
 
@@ -219,8 +217,8 @@ def merged_tensors(
         yield group
 
 
-def write_adapter(folder: Path, trained: Any, tensors: Tensors, recipe: Recipe, assets: Path) -> int:
-    """Write an adapter as peft does, with tokenizer and model card; check it, and return the bytes of its tensors."""
+def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) -> int:
+    """Write an adapter as peft does, with the tokenizer; check it, and return the bytes of its tensors."""
     folder.mkdir(exist_ok=True)
     copy_assets(assets, folder, [n for n in asset_names(assets) if n not in OF_MODEL and not n.endswith(".py")])
     names = saved_names(trained)
@@ -228,7 +226,6 @@ def write_adapter(folder: Path, trained: Any, tensors: Tensors, recipe: Recipe, 
     save_tensors(saved, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     fsync(folder / ADAPTER_WEIGHTS)
     save_config(trained, folder)
-    (folder / "README.md").write_text(model_card(trained, recipe), encoding="utf-8")
     check_adapter(folder, {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in saved.items()})
     return sum(tensor.nbytes for tensor in saved.values())
 
@@ -243,33 +240,3 @@ def check_adapter(folder: Path, expected: dict[str, tuple[tuple[int, ...], torch
         read = {key: (tuple(piece.get_shape()), piece[:0].dtype) for key, piece in found.items()}
     if wrong := sorted(key for key in read.keys() | expected.keys() if read.get(key) != expected.get(key)):
         raise CheckpointError(f"{folder}: {wrong[0]}: expected {expected.get(wrong[0])}, found {read.get(wrong[0])}")
-
-
-def model_card(trained: Any, recipe: Recipe) -> str:
-    """Return the README.md of an adapter's folder."""
-    config, adapter = trained.peft_config["default"], recipe.adapter
-    name = Path(config.base_model_name_or_path).name if Path(str(recipe.model.id)).is_dir() else str(recipe.model.id)
-    kind = "DoRA" if adapter.use_dora else {"lora": "LoRA", "qlora": "QLoRA"}[str(adapter.kind)]
-    whole = f", and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
-    return f"""---
-base_model: {name}
-library_name: peft
-pipeline_tag: text-generation
-tags:
-- {kind.lower()}
-- fsdptrain
----
-
-# {recipe.name}
-
-A {kind} adapter of rank {adapter.r} (alpha {adapter.alpha:g}, dropout {adapter.dropout:g}) for `{name}`,
-trained by fsdptrain {__version__} on {len(adapted_layers(trained))} layers{whole}: learning rate {recipe.optim.lr:g}, \
-{recipe.train.global_batch_size} sequences of {recipe.data.seq_len:,} tokens per step.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("PATH OR ID OF THE BASE MODEL"), "THIS FOLDER")
-```
-"""

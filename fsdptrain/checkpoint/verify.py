@@ -14,7 +14,7 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEI
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
 from fsdptrain.folder.events import read_losses
 from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.folder.ownership import ExportRecord, file_stamps, read_export_record
+from fsdptrain.folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
 from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
@@ -22,6 +22,11 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether a folder has the configuration of a model or an adapter."""
+    return any(is_there(folder / name) for name in (CONFIG, ADAPTER_CONFIG))
 
 
 def survey(rundir: RunDir) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def _differences(folder: Path, record: ExportRecord) -> list[str]:
     """Return how the files of an export differ from its record, one line each."""
     if record.fault:
         return [f"{record.fault}, so contents were not compared"]
-    names = sorted(record.files)
+    names = sorted(record.files.keys() - {CARD})
     entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compare = partial(file_problem, record="that in export.json")

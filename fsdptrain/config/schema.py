@@ -504,6 +504,20 @@ class Eval:
         needs="eval.every",
         at_least=1,
     )
+    prompts: list[str] = key(
+        [],
+        "texts, with format chat messages of a user, that the model continues at each evaluation, choosing the most "
+        "likely tokens",
+        needs="data.eval",
+        any_text=True,
+    )
+    max_new_tokens: int = key(
+        64,
+        "tokens with which it continues each at most; all ranks compute one forward pass for each of them",
+        needs="eval.prompts",
+        unset=64,
+        at_least=1,
+    )
 
 
 @dataclass

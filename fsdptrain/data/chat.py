@@ -108,6 +108,11 @@ class ConversationRenderer:
                 f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
             ) from None
 
+    def prompt(self, messages: list[Message]) -> str:
+        """Return a conversation as text, up to where the assistant answers; raises DataError if it is rejected."""
+        with _limited_resources(), templates_on(self.day):
+            return self._apply_template(messages, None, prompt=True)
+
     def _render(self, messages: list[Message], tools: list[Any] | None, wanted: list[int]) -> Rendered:
         """Return a conversation as text, and the spans of these messages of the assistant."""
         text = self._apply_template(messages, tools)

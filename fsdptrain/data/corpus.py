@@ -165,6 +165,17 @@ class Corpus(EncodedRows):
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
         return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
 
+    def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
+        """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
+        lengths = np.array([len(row) for row in rows])
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.fromiter(itertools.chain.from_iterable(rows), np.uint32)
+        return dataclasses.replace(
+            self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
+            pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
+            labels=np.zeros_like(lengths),
+        )  # fmt: skip
+
     def show(self, tokenizer: Any) -> str:
         """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧."""
         return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
@@ -450,7 +461,7 @@ def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -
     if plan.eval_path is not None and held_out.name != train.name:
         sets += [("data.eval: ", rows) for rows in held_out.parts]
     for name, rows in sets:
-        for texts, found in zip((lost, divided), _row_notes(rows), strict=True):
+        for texts, found in zip((lost, divided), notes_on_rows(rows), strict=True):
             texts += [f"{name}{text}" for text in found]
     return lost, divided
 
@@ -470,7 +481,7 @@ def reading_notes(plan: Plan, stream: Stream) -> list[str]:
     return notes
 
 
-def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
+def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     """Return sentences on rows that are lost, as a whole or in part, and on what else was done with the data."""
     notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
     lost = {

@@ -17,11 +17,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fsdptrain.config.schema import Data
+from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
-from fsdptrain.data.turns import Span
-from fsdptrain.errors import DataError
+from fsdptrain.data.turns import Message, Span
+from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.text import counted
 
 TRAINED = 1  # in the flags of a row
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
@@ -190,6 +191,44 @@ class Encoder:
                 for edge in edges
             ]
             yield ids, counts
+
+
+def prompt_tokens(tokenizer: Any, messages: list[Message], data: Data | None, day: date | None = None) -> list[int]:
+    """Return the tokens behind which a model that was trained on rows of `data` answers the last of the messages.
+
+    Only a chat template renders the messages before it. `data` None: the template is used if there is one. Raises
+    DataError if it rejects them.
+    """
+    if data.format.is_chat if data else tokenizer.chat_template is not None:
+        text = ConversationRenderer(tokenizer, data or Data(), day).prompt(messages)
+        return [*tokenizer(text, add_special_tokens=False).input_ids]
+    text = messages[-1]["content"] + (data.separator if data else "")
+    prefix, ids = prefix_tokens(tokenizer), tokenizer(text, add_special_tokens=False).input_ids
+    return [*ids] if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+
+def end_tokens(tokenizer: Any, generation_config: Any) -> list[int]:
+    """Return the tokens that end an answer, by the tokenizer and by the model's configuration."""
+    ends = getattr(generation_config, "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return sorted(token for token in found if token is not None)
+
+
+def evaluated_prompts(recipe: Recipe, tokenizer: Any, day: date | None = None) -> list[list[int]]:
+    """Return the tokens of `eval.prompts`. Raises RecipeError for one that leaves no room in a sequence."""
+    room = recipe.data.seq_len - recipe.eval.max_new_tokens
+    found = []
+    for number, text in enumerate(recipe.eval.prompts):
+        found.append(prompt_tokens(tokenizer, [{"role": "user", "content": text}], recipe.data, day))
+        if not 0 < (count := len(found[-1])) <= room:
+            reason = (
+                f"its {counted(count, 'token')} and the {recipe.eval.max_new_tokens:,} of eval.max_new_tokens are more "
+                f"than data.seq_len ({recipe.data.seq_len:,}): shorten one of them"
+            )
+            raise RecipeError(
+                [Problem(reason if count else "it has no tokens: leave it out", f"eval.prompts[{number}]")]
+            )
+    return found
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:

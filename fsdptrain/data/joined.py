@@ -22,7 +22,7 @@ from fsdptrain.data.parts import notes_of
 from fsdptrain.data.sources import DIGEST_FILE
 
 Array = np.ndarray[Any, Any]
-Row = tuple[bytes, bytes]  # tokens, uint32, and whether each is trained
+RowBytes = tuple[bytes, bytes]  # tokens, uint32, and whether each is trained
 TOKENS, FLAGS = np.dtype(np.uint32), np.dtype(np.bool_)
 JOINED_FILE = "joined.json"  # [tokens, the folder of the part or null, the number of the part] of each
 
@@ -96,7 +96,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
             if treatment != "continued":
                 notes["too_long" if treatment == "drop" else treatment] += long
             is_copied = treatment in ("cut", "drop") and kept_long > 0
-            rows: Iterable[Row | None] = _rows(part, kept)
+            rows: Iterable[RowBytes | None] = _rows(part, kept)
             if is_copied:
                 rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment, width), folder, number)
             sizes, used = np.zeros(len(kept), np.int64), np.zeros(len(kept), np.bool_)
@@ -124,7 +124,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     return notes
 
 
-def _rows(part: Path, lengths: Array) -> Iterator[Row]:
+def _rows(part: Path, lengths: Array) -> Iterator[RowBytes]:
     """Yield the rows of a part: tokens as bytes, and flags."""
     if not len(lengths):
         return
@@ -136,7 +136,7 @@ def _rows(part: Path, lengths: Array) -> Iterator[Row]:
         yield tokens[start:stop].tobytes(), flags[start:stop].tobytes()
 
 
-def _fitted(rows: Iterator[Row], size: int, treatment: str, width: int) -> Iterator[Row | None]:
+def _fitted(rows: Iterator[RowBytes], size: int, treatment: str, width: int) -> Iterator[RowBytes | None]:
     """Yield rows, of which every `width` have at most `size` tokens together: longer ones are cut, or None.
 
     They are None if any of them would have no trained token. Of two, the longer one gets what the other leaves.
@@ -150,7 +150,7 @@ def _fitted(rows: Iterator[Row], size: int, treatment: str, width: int) -> Itera
             yield from ((tokens[: limit * TOKENS.itemsize], flags[:limit]) for tokens, flags in whole)
 
 
-def _copied(rows: Iterable[Row | None], folder: Path, number: int) -> Iterator[Row | None]:
+def _copied(rows: Iterable[RowBytes | None], folder: Path, number: int) -> Iterator[RowBytes | None]:
     """Write rows to files of a folder, and yield them."""
     with (folder / f"tokens-{number}.bin").open("wb") as tokens, (folder / f"trained-{number}.bin").open("wb") as flags:
         for row in rows:

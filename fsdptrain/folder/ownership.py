@@ -34,6 +34,7 @@ from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.storage import Location, ObjectPath, store_errors
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
+CARD = "README.md"  # the model card of an export, which its author completes: it is never compared, and stays
 MARK_TEXT = "fsdptrain writes this folder. It does not change files that it did not write.\n"
 Stamps = dict[str, list[int]]  # path inside the folder → [bytes, modification time in ns]
 
@@ -221,7 +222,7 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
 
 def _may_be_part_of_model(name: str, written: Stamps) -> bool:
     """Return whether from_pretrained could load a file or folder of an older export as a part of the new one."""
-    names = {Path(path).parts[0] for path in written}
+    names = {Path(path).parts[0] for path in written if path != CARD}
     return name in names or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
@@ -260,7 +261,7 @@ def read_export_record(rundir: RunDir) -> ExportRecord:
 
 def export_has(rundir: RunDir, written: Stamps) -> bool:
     """Return whether the export has all files that were written into it, with their sizes."""
-    found = {name: _stamp(rundir.export / name) for name in written}
+    found = {name: _stamp(rundir.export / name) for name in written if name != CARD}
     return all(stamp and stamp[0] == written[name][0] for name, stamp in found.items())
 
 

@@ -122,6 +122,11 @@ EVENTS = {
         {"perplexity": NUMBER, "losses": NUMBERS, **PREFERENCES},
         undone=True, on_board=True, trains=True,
     ),
+    "generated": EventKind(
+        "what the model writes behind the prompts of `eval.prompts` after `step`",
+        {"step": COUNT, "prompts": TEXTS, "texts": TEXTS},
+        undone=True, on_board=True, trains=True,
+    ),
     "save": EventKind(
         "the checkpoint of `step` is complete",
         {"step": COUNT, "path": TEXT, "bytes": COUNT, "seconds": SECONDS},

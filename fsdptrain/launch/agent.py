@@ -42,7 +42,7 @@ from fsdptrain.processes import (
 )
 
 # What workers do → the module whose `main` they run.
-WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.here"}
+WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.dryrun.here"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others

@@ -16,10 +16,11 @@ from rich.text import Text
 from fsdptrain.folder.records import Record, RunState, waits_for_slow_ranks, without_better
 from fsdptrain.terminal.liveline import LiveLine, Part
 from fsdptrain.terminal.page import Page
-from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
+from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
 MEMORY_DIFFERS = 0.1  # share of the largest peak by which another rank's is noticeably less
+SAMPLE_COLUMNS = 120  # of what the model writes behind a prompt, at most
 LINES = 20  # of each kind that stay above the live line over a whole run, about
 
 
@@ -185,6 +186,15 @@ class Screen:
 
     def _on_early_stop(self, record: Record) -> None:
         self.say(f"{without_better(record)}: the run ends after step {record['step']} (eval.patience)")
+
+    def _on_generated(self, record: Record) -> None:
+        step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
+        if self.live and not self._is_line_due("generated", step, total):
+            return
+        room = min(self.console.width, SAMPLE_COLUMNS) if self.live else SAMPLE_COLUMNS
+        for prompt, text in zip(record["prompts"], record["texts"], strict=False):
+            line = printable(f"{prompt} → {text}", one_line=True)
+            self.say(f"  {line[: room - 3]}…" if len(line) > room - 2 else f"  {line}")
 
     def _on_skip(self, record: Record) -> None:
         self.say(f"skipped: {record['what']}")

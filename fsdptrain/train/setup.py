@@ -36,6 +36,7 @@ from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
 from fsdptrain.data.corpus import Corpus, Mixture, Stream, prepare, reading_notes, row_notes
+from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -99,7 +100,8 @@ class Session:
 class Inputs:
     """The checked model without weights, its tokenizer, and the data: `held_out` are sequence numbers of `eval_corpus`.
 
-    `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders.
+    `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders;
+    `prompts` are the tokens of `eval.prompts`.
     """
 
     prepared: PreparedModel
@@ -109,6 +111,7 @@ class Inputs:
     eval_corpus: Corpus | Mixture
     stamps: list[tuple[str, int, int]] | None = None
     day: date | None = None
+    prompts: list[list[int]] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -221,6 +224,7 @@ def prepare_inputs(session: Session) -> Inputs:
     plan = prepared.plan
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     day = pin_date(plan, tokenizer, session.rundir)
+    prompts = evaluated_prompts(plan.recipe, tokenizer, day)
     stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, count_padding, day)
     if problem := plan.length_problem(len(stream)):
         raise RecipeError([problem])
@@ -228,7 +232,7 @@ def prepare_inputs(session: Session) -> Inputs:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
     stamps = stamps_of(safetensors_files(plan)) if plan.freezes else None
-    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps, day)
+    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts)
 
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:

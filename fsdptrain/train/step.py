@@ -381,20 +381,57 @@ class Engine:
         graphs exist, but the head computes only the requested tokens. Nothing is rounded to float8. Of ranks that share
         rows only the first of each group has them: all are in the first part of a row.
         """
-        lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
-        longest, found = max(lengths), []
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :longest], *args[1:])) if head else None
+        lengths, found = beginnings.pieces[:, 1].tolist(), []
+        longest = max(lengths)
         with self.forward_only(), unrounded(self.model):
-            for i in range(0, len(lengths), size):
-                numbers = [*range(i, min(i + size, len(lengths)))]
-                batch = self._own_part(beginnings.batch(numbers + [-1] * (size - len(numbers))))
-                logits = self.model(**self._inputs(to_device(batch, self.world.device))).logits
+            for numbers in self._micro_batches(beginnings):
+                logits = self._logits(beginnings, numbers, lambda hidden: hidden[:, :longest])
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-                self.on_progress()
-        if hook:
-            hook.remove()
         return found
+
+    def next_tokens(self, rows: Corpus) -> list[int]:
+        """Return the most likely token behind the only piece of each sequence, -1 if a logit there is not a number.
+
+        Every rank computes all of them, and gets those of the first one that has the end of a row; collective.
+        """
+        part = rows.seq_len // self.plan.context
+        lasts = (rows.pieces[:, 1] - 1 - part * self.plan.part_of_row(self.world.rank)).tolist()
+        found: list[int] = []
+        with self.forward_only():
+            for numbers in self._micro_batches(rows):
+
+                def at_end(hidden: torch.Tensor, numbers: list[int] = numbers) -> torch.Tensor:
+                    places = [min(max(0, lasts[n]), part - 1) for n in numbers]
+                    return hidden[torch.arange(len(places)), places, None]
+
+                logits = self._logits(rows, numbers, at_end)[:, 0].float()
+                best = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).tolist()
+                found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=True)]
+        ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))
+        return [int(token) for token in ranks[: self.plan.context].max(axis=0)]
+
+    def _micro_batches(self, rows: Corpus) -> Iterator[list[int]]:
+        """Yield the numbers of all sequences, as many at a time as a micro-batch has; report progress after each."""
+        size = self.plan.recipe.train.micro_batch_size
+        for i in range(0, len(rows), size):
+            yield [*range(i, min(i + size, len(rows)))]
+            self.on_progress()
+
+    def _logits(self, rows: Corpus, numbers: list[int], select: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the logits of sequences as one micro-batch, of the places that `select` takes from [rows, length, …].
+
+        The head computes no others.
+        """
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, args: (select(args[0]), *args[1:])) if head else None
+        missing = self.plan.recipe.train.micro_batch_size - len(numbers)
+        batch = self._own_part(rows.batch([*numbers, *([-1] * missing)]))
+        try:
+            logits: torch.Tensor = self.model(**self._inputs(to_device(batch, self.world.device))).logits
+        finally:
+            if hook:
+                hook.remove()
+        return logits if hook else select(logits)
 
     @contextlib.contextmanager
     def forward_only(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from fsdptrain.checkpoint.comparison import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
+from fsdptrain.data.encode import end_tokens
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
 from fsdptrain.folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.parallel.heartbeat import Heartbeat
@@ -50,6 +51,7 @@ from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 
 GC_EVERY = 500  # steps
+LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
 
 
 @dataclass(frozen=True)
@@ -359,11 +361,39 @@ class Trainer:
             if (result := self.engine.evaluate(corpus, range(len(corpus)), stops)) is None:
                 break
             results.append(result)
-        else:
+        texts = self.continue_prompts(stops) if result is not None else None
+        if texts is not None:
             self.report_evaluation(done, results)
+            if texts:
+                self.reporter.event("generated", step=done, prompts=self.plan.recipe.eval.prompts, texts=texts)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
-        return result is None
+        return texts is None
+
+    def continue_prompts(self, stops: StopPoll) -> list[str] | None:
+        """Return what the model writes behind each of `eval.prompts`, None if a stop interrupted it; collective.
+
+        A text ends before a token whose logits are not numbers.
+        """
+        plan, tokenizer, prompts = self.plan, self.inputs.tokenizer, self.inputs.prompts
+        most, seq_len = plan.recipe.eval.max_new_tokens, plan.recipe.data.seq_len
+        # A compiled model and ranks that share rows compute the shape of training, the others what is needed.
+        if prompts and not plan.compiles and plan.context == 1:
+            seq_len = min(seq_len, -(-(max(map(len, prompts)) + most) // LENGTHS_OF_PROMPTS) * LENGTHS_OF_PROMPTS)
+        written: list[list[int]] = [[] for _ in prompts]
+        growing = [*range(len(prompts))]
+        ends = {-1, *end_tokens(tokenizer, self.inputs.prepared.bare.generation_config)}
+        for _ in range(most):
+            if stops():
+                return None
+            rows = self.inputs.eval_corpus.parts[0].with_rows([prompts[n] + written[n] for n in growing], seq_len)
+            found = dict(zip(growing, self.engine.next_tokens(rows), strict=True))
+            growing = [n for n, token in found.items() if token not in ends]
+            for n in growing:
+                written[n].append(found[n])
+            if not growing:
+                break
+        return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
 
     def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> None:
         """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together."""

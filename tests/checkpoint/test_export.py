@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from broken_saves import flip
 from forks import Command
+from huggingface_hub import ModelCard
 from injection import small_recipe
-from support import TESTS, environment, fsdptrain, python_path
+from support import TESTS, environment, events, fsdptrain, python_path
 
 from fsdptrain.checkpoint import export as exports
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import CheckpointError
+from fsdptrain.folder.ownership import export_has, read_export_record
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
@@ -110,3 +114,38 @@ def test_verify_compares_the_bytes_of_an_export(run: RunDir) -> None:
     run.export_record.write_text(before)
     (run.export / "config.json").unlink()
     assert not survey(run)["good"]
+
+
+def test_an_export_says_where_it_comes_from(run: RunDir) -> None:
+    exports.export_checkpoint(run, None, run.export, None, Screen())
+    card = ModelCard.load(run.export / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.base_model is None and card.data.license is None and "TODO: choose a licence" in card.text
+    manifest = json.loads((run.checkpoint(4) / "manifest.json").read_text())
+    assert f"`text.jsonl` (SHA-256 {manifest['identity']['data.content']})" in card.text
+    assert str(run.root.parent) not in card.text, "it names folders of this machine"
+    digest = hashlib.sha256((run.export / "model.safetensors").read_bytes()).hexdigest()
+    assert f"- `model.safetensors` {digest}\n" in card.text
+    recipe = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert (recipe["train.steps"], recipe["data.seq_len"]) == (4, 32) and "log.tensorboard" not in recipe
+    assert f"training loss {events(run.root, 'step')[-1]['loss']:.4f} (after step 4)" in card.text
+    exports.export_checkpoint(run, 2, run.root.parent / "other", None, Screen())
+    earlier = ModelCard.load(run.root.parent / "other" / "README.md").text
+    assert f"training loss {events(run.root, 'step')[1]['loss']:.4f} (after step 2)" in earlier
+
+
+def test_what_the_author_writes_into_the_card_stays(run: RunDir) -> None:
+    exports.export_checkpoint(run, None, run.export, None, Screen())
+    card = run.export / "README.md"
+    card.write_text(card.read_text().replace("TODO: choose a licence", "Apache 2.0, see"))
+    edited = card.read_text()
+    assert survey(run)["good"] and export_has(run, read_export_record(run).files)
+    for step in (2, 4):  # from the second on, the card is no file of the export
+        exports.export_checkpoint(run, step, run.export, None, Screen())
+        assert card.read_text() == edited and survey(run)["good"]
+    assert not (run.root / "export.kept").exists()
+    card.unlink()
+    exports.export_checkpoint(run, 2, run.export, None, Screen())
+    assert "TODO: choose a licence" in card.read_text()
+    exports.export_checkpoint(run, 4, run.export, None, Screen())  # one that nobody has edited is replaced
+    assert "- 4 steps" in card.read_text() and not (run.root / "export.kept").exists()

@@ -109,7 +109,7 @@ train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, objective: next_token,
    dpo: {beta: 0.1, label_smoothing: 0.0, sft_weight: 0.0}, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
-eval:     {every: null, patience: null}
+eval:     {every: null, patience: null, prompts: [], max_new_tokens: 64}
 checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
 log:
@@ -562,11 +562,13 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
 
 def needed(path: str) -> list[str]:
     """Return overrides that give a key all that it needs to have an effect."""
-    any_set = {"data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "model.id": "org/name"}
+    any_set = {
+        "data.eval": "{fraction: 0.1}", "adapter.kind": "lora", "model.id": "org/name", "eval.prompts": "[text]",
+    }  # fmt: skip
     needs = needs_of(path)
     own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
     own += ["data.format=preference"] * ("train.objective=dpo" in own)
-    return [*own, *(word for other in needs if other not in any_set for word in needed(other))]
+    return [*own, *(word for other in needs for word in needed(other))]
 
 
 @pytest.mark.parametrize("path", [path for path in all_paths() if needs_of(path)])

@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.save import Checkpointer, Staging
+from fsdptrain.dryrun import costs, dry_run, here, machine
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.request import Request
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
@@ -41,9 +44,6 @@ from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
-from fsdptrain.validate import costs, dry_run, here, machine
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request
 
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
 PROPERTIES = {  # of a card of each capability, as torch reports them; threads, registers and warps are the same on all

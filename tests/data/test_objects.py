@@ -38,15 +38,15 @@ from fsdptrain.data.corpus import open_rows
 from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
+from fsdptrain.dryrun import data as validate_data
+from fsdptrain.dryrun.data import check_data
+from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
 from fsdptrain.folder import storage
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import object_path
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.validate import data as validate_data
-from fsdptrain.validate.data import check_data
-from fsdptrain.validate.findings import Findings
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
         tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2,
-        log__profile={"steps": [2, 3]},
+        log__profile={"steps": [2, 3]}, eval__prompts=["First Citizen:"], eval__max_new_tokens=4,
     )  # fmt: skip
     return tmp, fsdptrain("run", recipe)
 
@@ -105,6 +105,11 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
     board.Reload()
     losses = [event["loss"] for event in events(finished[0] / "run", "step")]
     assert [scalar.value for scalar in board.Scalars("step/loss")] == pytest.approx(losses)
+    shown = [tensor.tensor_proto.string_val[0].decode() for tensor in board.Tensors("generated/0")]
+    generated = [event["texts"][0] for event in events(finished[0] / "run", "generated")]
+    assert len(shown) == 3 and all(
+        line in text for text, made in zip(shown, generated, strict=True) for line in made.splitlines()
+    )
 
 
 @pytest.mark.smoke
@@ -115,6 +120,29 @@ def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) ->
     last = events(finished[0] / "run", "eval")[-1]
     assert last["loss"] == pytest.approx(loss, rel=1e-5)
     assert last["tokens"] == int((documents[2] != -100).sum())
+
+
+def test_eval_computes_the_held_out_loss_of_the_run(finished: Any) -> None:
+    tmp, run = finished[0], finished[0] / "run"
+    _, held_out, corpus = stream_of(tmp / "recipe.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    rows = [tokenizer.decode(documents) for documents in texts_of(corpus, held_out)]
+    (tmp / "held-out.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    last = events(run, "eval")[-1]
+    for step in ([], ["--step", str(STEPS)]):  # the export, and the checkpoint of the same step
+        done = fsdptrain("eval", run, "--data", tmp / "held-out.jsonl", "--json", *step)
+        assert done.returncode == 0, done.stderr
+        (found,) = json.loads(done.stdout)["files"]
+        assert found["tokens"] == last["tokens"] and found["loss"] == pytest.approx(last["loss"], rel=1e-6)
+
+
+def texts_of(corpus: Any, sequences: list[int]) -> list[list[int]]:
+    """Return the tokens of the rows that these sequences consist of, without the token at their end."""
+    pieces = [corpus.pieces[corpus.offsets[n] : corpus.offsets[n + 1]] for n in sequences]
+    firsts: dict[int, int] = {}
+    for start, _, end in (piece for group in pieces for piece in group):
+        firsts[end] = min(start, firsts.get(end, start))
+    return [corpus.tokens[start : end - 1].tolist() for end, start in firsts.items()]
 
 
 @pytest.mark.smoke

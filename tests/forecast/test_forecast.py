@@ -23,6 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import processes
 from fsdptrain.config.schema import Recipe, Recomputation
+from fsdptrain.dryrun.dry_run import dry_run
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.request import Request
+from fsdptrain.dryrun.summary import show_outcome
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import measured
@@ -40,10 +44,6 @@ from fsdptrain.simulate.server import time_of
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request
-from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

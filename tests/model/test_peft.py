@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import batches_of, cosine_rates, largest_difference, peft_curve, stream_of, worst_gradient
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,8 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.values import value_text
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.model import check_model
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
@@ -46,8 +49,6 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.preflight import prepare_model
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)
@@ -321,7 +322,13 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[
     ours = merged.state_dict()
     assert all(torch.equal(tensor, ours[name]) for name, tensor in model.merge_and_unload().state_dict().items())
     found = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert found["base_model_name_or_path"] == str(base) and (out / "adapter" / "README.md").is_file()
+    assert found["base_model_name_or_path"] == str(base)
+    cards = {
+        library: ModelCard.load(out / place / "README.md")
+        for library, place in (("transformers", "."), ("peft", "adapter"))
+    }
+    assert all(card.data.library_name == library and card.data.tags[1] == "lora" for library, card in cards.items())
+    assert "AutoPeftModelForCausalLM" in cards["peft"].text and "A LoRA adapter (rank" in cards["peft"].text
     # Another adapter continues from this one: its first step has the loss of the merged model.
     words = ["adapter.kind=lora", f"adapter.from={out / 'adapter'}", f"output_dir={trained['tmp'] / 'more'}"]
     recipe = adapter_recipe(trained["tmp"], adapter={"kind": "lora"})

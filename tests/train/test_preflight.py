@@ -17,6 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus
+from fsdptrain.dryrun.dry_run import dry_run
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.model import check_model
+from fsdptrain.dryrun.request import Request
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import flash, probe
 from fsdptrain.model.config import load_config, longrope_threshold
@@ -31,10 +35,6 @@ from fsdptrain.plan.topology import Topology, find_topology, topology_of
 from fsdptrain.processes import memory_limited_to
 from fsdptrain.train.preflight import balance_note, prepare_model, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.setup import gpu_fault, rocm_fault
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
-from fsdptrain.validate.request import Request
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.request import Request
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
@@ -30,8 +32,6 @@ from fsdptrain.model import flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, duration
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request
 
 MEMORY = "Memory of the worst rank"
 COMMUNICATION = "Communication per step"

@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fsdptrain.config.reader import load
 from fsdptrain.data.starter import read_starter
 from fsdptrain.data.tokenizer import train_bpe
+from fsdptrain.dryrun import proposal
+from fsdptrain.dryrun.findings import Outcome
+from fsdptrain.dryrun.request import INTERRUPTED
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import proposal
-from fsdptrain.validate.findings import Outcome
-from fsdptrain.validate.request import INTERRUPTED
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 
 from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.checkpoint.disk import existing_parent
+from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.model.varlen import card_obstacle
 from fsdptrain.plan.driver import unused_cards_note
@@ -25,7 +26,6 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
 from fsdptrain.train.setup import gpu_fault
-from fsdptrain.validate.findings import Findings
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
 

@@ -14,17 +14,17 @@ import transformers
 
 from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
+from fsdptrain.dryrun.costs import check_step
+from fsdptrain.dryrun.data import check_data, choose
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.machine import check_machine
+from fsdptrain.dryrun.model import check_model
+from fsdptrain.dryrun.request import Request
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.forecaster import Forecaster
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import counted
-from fsdptrain.validate.costs import check_step
-from fsdptrain.validate.data import check_data, choose
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import check_machine
-from fsdptrain.validate.model import check_model
-from fsdptrain.validate.request import Request
 
 
 def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None = None) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config.reader import LoadedRecipe, parse
+from fsdptrain.dryrun.findings import Outcome
+from fsdptrain.dryrun.request import INTERRUPTED, make_request, run_dry_run
+from fsdptrain.dryrun.summary import show_notes, show_section
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, seconds, size
-from fsdptrain.validate.findings import Outcome
-from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
-from fsdptrain.validate.summary import show_notes, show_section
 
 if TYPE_CHECKING:
     from fsdptrain.data.starter import Starter

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
+from fsdptrain.dryrun.findings import Outcome
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import nodes_allowed
@@ -30,7 +31,6 @@ from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topo
 from fsdptrain.plan.versions import untested_versions
 from fsdptrain.processes import Child, Interrupted, StopRequest
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate.findings import Outcome
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
     If Ctrl-C stops the search for other plans, which may take minutes, return what was found before it.
     """
     so_far: Outcome | None = None
-    with Child("fsdptrain.validate.dry_run") as child:
+    with Child("fsdptrain.dryrun.dry_run") as child:
         try:
             with contextlib.ExitStack() as stage:
                 stage.enter_context(_busy(screen, "starting"))

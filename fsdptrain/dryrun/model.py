@@ -16,6 +16,8 @@ from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, h
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.machine import attention_available
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.freeze import kept_whole, quantised_ids
 from fsdptrain.model.parameters import weights_of
@@ -26,8 +28,6 @@ from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import attention_available
 
 HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]

@@ -33,6 +33,11 @@ from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
+from fsdptrain.dryrun.costs import hardware_here
+from fsdptrain.dryrun.findings import Findings, Outcome
+from fsdptrain.dryrun.machine import describe_machine, node_problems
+from fsdptrain.dryrun.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
+from fsdptrain.dryrun.request import OUTCOME, REQUEST, Request
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
 from fsdptrain.folder.files import scratch_folder, write_atomically
 from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_tcp_store
@@ -42,11 +47,6 @@ from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
 from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
-from fsdptrain.validate.costs import hardware_here
-from fsdptrain.validate.findings import Findings, Outcome
-from fsdptrain.validate.machine import describe_machine, node_problems
-from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
-from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
 DATA_BYTES = 2**30  # of data files are read for their digest
 CLOCK_ROUNDS = 5  # comparisons of the clocks, of which the median counts

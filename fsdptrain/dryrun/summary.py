@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from fsdptrain.dryrun.findings import Item, Outcome
 from fsdptrain.forecast.plot import memory_bar
 from fsdptrain.forecast.trace import Category
 from fsdptrain.terminal.page import Page
-from fsdptrain.validate.findings import Item, Outcome
 
 INDENT = 2
 PIPE_WIDTH = 80  # columns of bars, if there is no terminal

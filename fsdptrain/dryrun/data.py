@@ -17,17 +17,18 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
 from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
+from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
+from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
-from fsdptrain.validate.findings import Findings
 
 HEADING = "Data"
 LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone
@@ -123,6 +124,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
         day = pin_date(plan, tokenizer, plan.rundir, keep=False)
+        evaluated_prompts(plan.recipe, tokenizer, day)
         stream, held_out, eval_corpus = prepare(plan, tokenizer, findings.send_progress, day=day)
     except OSError as error:
         if not is_disk_full(error):

@@ -19,6 +19,10 @@ from support import environment, fsdptrain, write_recipe
 from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
 from fsdptrain.config.reader import load
 from fsdptrain.data.sources import quick_fingerprint
+from fsdptrain.dryrun import request as requests
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
+from fsdptrain.dryrun.summary import show_outcome
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.network import LocalEnd, unused_port
@@ -26,10 +30,6 @@ from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import request as requests
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
-from fsdptrain.validate.summary import show_outcome
 
 H100, GIB = KNOWN["h100-80gb"], 2**30
 GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, GIB // 2, 600e12)

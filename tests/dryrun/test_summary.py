@@ -26,6 +26,9 @@ from support import fsdptrain, write_recipe
 from fsdptrain import processes
 from fsdptrain.config.reader import load
 from fsdptrain.data import hub
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.request import Request, make_request, run_dry_run
+from fsdptrain.dryrun.summary import show_outcome
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
 from fsdptrain.plan.plan import Plan, draft_plan, varied
@@ -33,9 +36,6 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import Interrupted, interrupt
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request, make_request, run_dry_run
-from fsdptrain.validate.summary import show_outcome
 
 WIDTHS = [60, 80, 120]
 GIB = 2**30
@@ -222,7 +222,7 @@ def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import dataclasses, json, os, signal, sys, time
-from fsdptrain.validate.findings import Findings
+from fsdptrain.dryrun.findings import Findings
 sys.stdin.readline()
 findings = Findings(lambda record: print(json.dumps(record), flush=True))
 findings.forecast = "fits"

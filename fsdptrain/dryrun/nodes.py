@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from fsdptrain.attempts.attempts import describe_changes
 from fsdptrain.checkpoint.agreement import DATA, FOLDER, GPUS, PLAN, VERSIONS, Agreed
+from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, WorkerError, from_record, listed
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.network import LocalEnd, is_loopback
 from fsdptrain.text import GIB, counted, size
-from fsdptrain.validate.findings import Findings
 
 HEADING = "Nodes"
 MAX_CLOCK_S = 1.0  # nodes that a time server sets differ by milliseconds

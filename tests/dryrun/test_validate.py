@@ -25,6 +25,13 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
+from fsdptrain.dryrun import machine
+from fsdptrain.dryrun.data import describe_lengths, kept_by_seq_len
+from fsdptrain.dryrun.dry_run import dry_run
+from fsdptrain.dryrun.findings import Findings
+from fsdptrain.dryrun.model import describe_model, model_lines, parameters_by_unit
+from fsdptrain.dryrun.request import Request, make_request
+from fsdptrain.dryrun.summary import histogram_lines, show_outcome
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.model.config import load_config
@@ -34,13 +41,6 @@ from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
-from fsdptrain.validate import machine
-from fsdptrain.validate.data import describe_lengths, kept_by_seq_len
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import describe_model, model_lines, parameters_by_unit
-from fsdptrain.validate.request import Request, make_request
-from fsdptrain.validate.summary import histogram_lines, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
 
@@ -171,7 +171,7 @@ def test_on_gpus_a_node_holds_a_copy_of_its_share_of_a_checkpoint(tmp_path: Path
 
 
 def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("fsdptrain.dryrun.data.prepare", lambda *_, **__: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
     assert "model" in found.levels

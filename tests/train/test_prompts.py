@@ -1,0 +1,44 @@
+"""What the model writes behind `eval.prompts` is what transformers' `generate` writes, on any arrangement of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from support import TINY, on_ranks, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+PROMPTS, MOST = ["First Citizen:\n", "KING"], 6
+VARIANTS = {
+    "FULL_SHARD": [],
+    "NO_SHARD, both in a micro-batch": ["fsdp.strategy=NO_SHARD", "train.micro_batch_size=2"],
+    "ranks share rows": ["parallel.context=2"],
+    "LoRA": ["adapter.kind=lora", "export.adapter=merged"],
+}
+
+
+def test_every_arrangement_writes_what_generate_writes(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = Qwen3Config(**TINY, head_dim=16, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    recipe = write_recipe(
+        tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
+        eval={"prompts": PROMPTS, "max_new_tokens": MOST},
+    )  # fmt: skip
+    ranks = on_ranks(2, "continuations", tmp_path / "out", recipe=str(recipe), variants=VARIANTS)
+    assert ranks[0] == ranks[1]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        written = model.generate(
+            input_ids=ids, max_new_tokens=MOST, do_sample=False, eos_token_id=tokenizer.eos_token_id
+        )
+        expected.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+    assert len({*expected}) == len(PROMPTS) and all(expected)
+    for name, found in ranks[0].items():
+        assert found["texts"] == expected, name
+        assert found["nan"] == ["", ""], name
+    without, with_prompts = ranks[0]["FULL_SHARD"]["curves"]
+    assert without == with_prompts, "prompts change what is trained"
