@@ -71,6 +71,7 @@ from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 loss_chunks = loss.loss_chunks
+answer_log_probs = engine_module.Engine.answer_log_probs
 
 
 def flops(recipe: str, overrides: list[str]) -> list[float]:
@@ -96,11 +97,51 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     made = []
     for step in range(first, steps):
         batches = batches_of(run.plan, run.stream, step, run.world.rank)
-        tokens = run.stream.label_tokens(run.plan.step_positions(step))
+        divisor = run.stream.divisor(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
-        [stats] = run.engine.read([run.engine.step(step, batches, tokens, lr)])
-        made.append([stats.loss, stats.grad_norm])
+        [stats] = run.engine.read([run.engine.step(step, batches, divisor, lr)])
+        made.append([stats.loss, stats.grad_norm, *stats.measures.values()])
     return made
+
+
+def evaluated(run: Trainer) -> dict[str, Any]:
+    """Return the fields of the event of an evaluation."""
+    with patch.object(run.reporter, "event") as event:
+        run.evaluate(0)
+    return dict(event.call_args.kwargs)
+
+
+def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict[str, Any]:
+    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is a folder for caches.
+
+    `passes` counts those over data sets: of the run, of another one with the same start, and of the resume without the
+    cache. `refused` is the message of a resume in which the run's file is damaged.
+    """
+    with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
+        own = [*overrides, f"output_dir={emptied}/own"]
+        run = build(recipe, own)
+        made = curve(run, 2)
+        run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
+        made += curve(run, 4, 2)
+        held_out = evaluated(run)
+        kept = run.session.rundir.reference
+        calls = [passes.call_count]
+        other = build(recipe, [*overrides, f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
+        both = zip(other.stream.corpus.parts, run.stream.corpus.parts, strict=True)
+        assert all((one.reference == another.reference).all() for one, another in both)
+        calls.append(passes.call_count)
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
+        resumed = build(recipe, own)
+        rest = curve(resumed, 4, resumed.engine.steps_made)
+        again = evaluated(resumed)
+        calls.append(passes.call_count)
+    next(kept.glob("*.npy")).write_bytes(b"x")
+    try:
+        refused = build(recipe, own).plan.run_dir
+    except CheckpointError as error:
+        refused = str(error)
+    return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
@@ -137,7 +178,7 @@ def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compile
             except RecipeError as error:
                 found[name] = {"refused": str(error)}
                 continue
-            loss, _ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
+            loss, *_ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
             logits = [row[:8].sum(0).tolist() for row in run.sample().logits]  # of the first rank
             found[name] = {"evaluation": loss, "curve": curve(run, steps), "logits": logits}
     return found

@@ -35,7 +35,7 @@ Documents = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, mask and 
 def documents_of(corpus: Corpus, sequences: Sequence[int]) -> Documents:
     """Return the documents of some sequences, each in a row of its own: nothing is packed, a mask hides the padding.
 
-    They are made from the tokens of the data alone: a label is the next token of the same row of the data.
+    They are made from the tokens of the data alone: a label is the next token of the same row, if it is trained.
     """
     pieces = [piece for n in sequences for piece in corpus.pieces[corpus.offsets[n] : corpus.offsets[n + 1]]]
     shape = (len(pieces), max(length for _, length, _ in pieces))
@@ -45,7 +45,8 @@ def documents_of(corpus: Corpus, sequences: Sequence[int]) -> Documents:
         tokens = torch.from_numpy(corpus.tokens[first:end].astype("int64"))
         following = tokens[1 : length + 1]  # of a piece of a row, its last token predicts the next one of the row
         ids[row, :length], mask[row, :length] = tokens[:length], 1
-        labels[row, : len(following)] = following
+        trained = torch.from_numpy(corpus.trained[first + 1 : first + 1 + len(following)].copy())
+        labels[row, : len(following)] = torch.where(trained, following, -100)
     return ids, mask, labels
 
 
@@ -69,15 +70,8 @@ def plain_curve(
     Master weights are float32; in the bf16 policy every weight is cast for compute, and its gradient back.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    embedding = model.get_input_embeddings().weight
     params = dict(model.named_parameters())
-    decayed = [p for p in params.values() if p.ndim > 1 and p is not embedding]
-    plain = [p for p in params.values() if p.ndim == 1 or p is embedding]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    optimizer = plain_adamw(model)
     curve = []
     for batch, rate in zip(batches, rates, strict=True):
         loss = mean_loss(model, params, batch, compute)
@@ -89,6 +83,15 @@ def plain_curve(
         optimizer.zero_grad()
         curve.append([loss.item(), norm.item()])
     return curve
+
+
+def plain_adamw(model: Any) -> torch.optim.Optimizer:
+    """AdamW(0.9, 0.95) with decay 0.1 for matrices but the embedding."""
+    embedding = model.get_input_embeddings().weight
+    decayed = [p for p in model.parameters() if p.ndim > 1 and p is not embedding]
+    plain = [p for p in model.parameters() if p.ndim == 1 or p is embedding]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 @torch.no_grad()
@@ -104,6 +107,44 @@ def mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute:
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     logits: torch.Tensor = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def plain_dpo(
+    folder: str, batches: Sequence[Documents], rates: Sequence[float], dpo: Sequence[float] = (0.1, 0.0, 0.0)
+) -> list[list[float]]:
+    """[loss, gradient norm, rewards of chosen and rejected answers, margin, accuracy] a step of DPO, in float32.
+
+    Documents 2i and 2i + 1 are a pair; `dpo` is beta, label smoothing and the weight of SFT. The reference is a second
+    model. Optimizer as in `plain_curve`.
+    """
+    beta, smoothing, sft = dpo
+    policy, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    optimizer = plain_adamw(policy)
+    curve = []
+    for (ids, mask, labels), rate in zip(batches, rates, strict=True):
+        trained = labels != -100
+
+        def answers(model: Any, ids: Any = ids, mask: Any = mask, labels: Any = labels, trained: Any = trained) -> Any:
+            """Sum log-probabilities over the trained tokens of each document, in float64."""
+            log_probs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().log_softmax(-1)
+            return (log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0] * trained).sum(1)
+
+        with torch.no_grad():
+            before = answers(reference)
+        now = answers(policy)
+        rewards = beta * (now - before)
+        margin = rewards[0::2] - rewards[1::2]
+        losses = -(1 - smoothing) * torch.log(torch.sigmoid(margin)) - smoothing * torch.log(torch.sigmoid(-margin))
+        loss = (losses - sft * now[0::2] / trained[0::2].sum(1)).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        measures = [rewards[0::2].mean(), rewards[1::2].mean(), margin.mean(), (margin > 0).double().mean()]
+        curve.append([value.item() for value in (loss, norm, *measures)])
+    return curve
 
 
 def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:

@@ -116,6 +116,9 @@ class PretendedCorpus:
     def batch(self, numbers: Any) -> Any:
         return batch_of_zeros(self.plan)
 
+    def divisor(self, numbers: Any) -> int:
+        return len(numbers)
+
 
 def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
@@ -135,4 +138,4 @@ def trainer_of(engine: Engine) -> Trainer:
 
 
 def inputs_of(plan: Plan, step: int) -> StepInputs:
-    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1)
+    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1, 1)

@@ -217,7 +217,7 @@ class Checkpointer:
         """Do the work on rank 0; if it failed, raise the same CheckpointError, with its class, on all."""
         self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
-    def _from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
+    def from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
         result = [self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)]
         dist.broadcast_object_list(result, src=0, group=self.world.side)
@@ -246,15 +246,15 @@ class Checkpointer:
     def restore_losses(self) -> None:
         """Read the held-out losses of earlier attempts from the records, and which steps are saved; collective."""
         read = partial(read_losses, self.rundir.metrics)
-        self.losses = self._from_rank_zero("read the held-out losses", read)
-        self._saved = set(self._from_rank_zero("list the checkpoints", self.storage.steps))
+        self.losses = self.from_rank_zero("read the held-out losses", read)
+        self._saved = set(self.from_rank_zero("list the checkpoints", self.storage.steps))
 
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint on rank 0, valid or not; 0 when there is none.
 
         Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
-        newest, damaged = self._from_rank_zero("list the checkpoints", self._newest_and_damaged)
+        newest, damaged = self.from_rank_zero("list the checkpoints", self._newest_and_damaged)
         self.raise_on_every_rank(
             None if newest or not damaged else f"only damaged checkpoints are left: {', '.join(damaged)}"
         )
@@ -265,7 +265,7 @@ class Checkpointer:
 
     def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
-        before = self._from_rank_zero("read the newest manifest", self._newest_identity)
+        before = self.from_rank_zero("read the newest manifest", self._newest_identity)
         problems = resume_problems(before, self.identity) if before else []
         if any(self.world.gather_objects(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
@@ -285,7 +285,7 @@ class Checkpointer:
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
-        steps = self._from_rank_zero("list the checkpoints", self.storage.steps)
+        steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
         return self._load_first_valid(steps[::-1], model, optimizer)
 
     def load_best(self, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> int:
@@ -293,7 +293,7 @@ class Checkpointer:
 
         Damaged ones are treated as `load_newest` does.
         """
-        steps = self._from_rank_zero("list the checkpoints", self.storage.steps)
+        steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
         best = by_loss(self.losses, steps)
         return done if best[:1] in ([], [done]) else self._load_first_valid(best, model, optimizer)
 
@@ -304,7 +304,7 @@ class Checkpointer:
             problems = self._verify(folder)
             if not problems:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
-                manifest = self._from_rank_zero(f"read {folder}", partial(read_manifest, folder))
+                manifest = self.from_rank_zero(f"read {folder}", partial(read_manifest, folder))
                 self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)

@@ -12,6 +12,8 @@ from typing import Literal
 LongRows = Literal["split", "cut", "drop"]
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
+PROMPT: Names = ("prompt", ("instruction", "input"), "instruction", "question", "query", "problem", "input", "inputs")
+
 
 class Format(StrEnum):
     """A data format; its value is the word in the recipe. The order is from the least to the most specific.
@@ -19,28 +21,31 @@ class Format(StrEnum):
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
     those before it are its prompt. `long_rows`: the default of `data.long_rows`.
     `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
-    there is such a column.
+    there is such a column. `is_paired`: a row has two answers, each a text or messages, to be told apart by DPO.
     """
 
     fields: dict[str, Names]
     long_rows: LongRows
     is_chat: bool
-    optional: tuple[str, ...]
+    optional: dict[str, Names]
+    is_paired: bool
 
     text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
     prompt_completion = (
         "prompt_completion",
         {
-            "prompt": (
-                "prompt", ("instruction", "input"), "instruction", "question", "query", "problem", "input", "inputs",
-            ),
+            "prompt": PROMPT,
             "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
         },
         "cut",
     )  # fmt: skip
     chat = (
         "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
-        True, ("tools",),
+        True, {"tools": ("tools",)},
+    )  # fmt: skip
+    preference = (
+        "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
+        False, {"prompt": PROMPT, "tools": ("tools",)}, True,
     )  # fmt: skip
 
     def __new__(
@@ -49,23 +54,35 @@ class Format(StrEnum):
         fields: dict[str, Names],
         long_rows: LongRows,
         is_chat: bool = False,
-        optional: tuple[str, ...] = (),
+        optional: dict[str, Names] | None = None,
+        is_paired: bool = False,
     ) -> Format:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
-        member.fields, member.long_rows, member.is_chat, member.optional = fields, long_rows, is_chat, optional
+        member.fields, member.long_rows, member.is_chat = fields, long_rows, is_chat
+        member.optional, member.is_paired = optional or {}, is_paired
         return member
 
     @property
     def has_prompt(self) -> bool:
         """Whether a row has fields before the one that is trained, with `data.separator` between them."""
-        return len(self.fields) > 1
+        return len(self.fields) > 1 and not self.is_paired
+
+    @property
+    def rows(self) -> int:
+        """How many rows of tokens belong together: the two answers of a pair."""
+        return 1 + self.is_paired
+
+    @property
+    def renders_chat(self) -> bool:
+        """Whether rows are conversations, or may be."""
+        return self.is_chat or self.is_paired
 
     @property
     def is_trained_in_part(self) -> bool:
         """Whether `data.train_on` chooses what is trained of a row; otherwise all of it is."""
-        return self.has_prompt or self.is_chat
+        return self.has_prompt or self.renders_chat
 
 
 DEFAULT_FORMAT = Format.text
@@ -77,6 +94,8 @@ def guess_format(available: list[str]) -> tuple[Format, dict[str, str | list[str
         found = {field: _column_named(names, available) for field, names in form.fields.items()}
         columns = {field: column for field, column in found.items() if column is not None}
         if len(columns) == len(found):
+            others = {field: _column_named(names, available) for field, names in form.optional.items()}
+            columns |= {field: column for field, column in others.items() if column is not None}
             return form, {field: column for field, column in columns.items() if column != field}
     return None
 

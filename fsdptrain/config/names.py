@@ -320,8 +320,8 @@ FOREIGN_NAMES = {
     "derived (a run trains, and evaluates if data.eval is set): delete the line": "do_train do_eval",
     _CODE: "trust_remote_code",
     _SECRET: "token hf_token use_auth_token hub_token",
-    "not supported: training is next-token prediction (data.format: text, chat or prompt_completion)": (
-        "rl reward_model beta dpo_* simpo_* kto_* reward_*"
+    "not supported, except DPO: set data.format: preference, train.objective: dpo and train.dpo.beta": (
+        "rl reward_model dpo_* simpo_* kto_* reward_*"
     ),
 }
 

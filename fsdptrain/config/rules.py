@@ -27,6 +27,7 @@ ALTERNATIVES = {
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
+    "data.format": ("train",),
     "data.seq_len": ("parallel",),
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
@@ -51,6 +52,8 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
     yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
+    if not recipe.data.sources or "path" in (recipe.data.eval or {}):
+        yield from _preference_problems(recipe)
     yield from _fsdp_problems(recipe)
     yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
@@ -245,9 +248,32 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
             )
-    for name in fields if data.format.is_chat else ():
+    for name in fields if data.format.renders_chat else ():
         if isinstance(data.columns.get(name), list):
             yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
+
+
+def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems between a format with or without pairs, the objective, and what would divide pairs."""
+    data = recipe.data
+    if data.format.is_paired != (recipe.train.objective == "dpo"):
+        yield Problem(
+            f"{data.format} is trained with train.objective: dpo: set it" if data.format.is_paired else
+            f"{data.format} has no pairs for train.objective: dpo: use preference (prompt, chosen, rejected)",
+            "data.format",
+        )  # fmt: skip
+    if not data.format.is_paired:
+        return
+    if data.train_on == "all":
+        yield Problem(
+            "all compares prompts, which are equal in both answers of a pair: use completion", "data.train_on"
+        )
+    if data.packing == "concat":
+        yield Problem("concat divides pairs: use bfd or none", "data.packing")
+    if data.long_rows == "split":
+        yield Problem("split divides pairs: use cut or drop", "data.long_rows")
+    if data.drop_duplicates:
+        yield Problem("compares single rows, and a pair has two: remove the key", "data.drop_duplicates")
 
 
 def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
@@ -267,6 +293,9 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
             if problem.field in own:
                 key = (problem.field or "").removeprefix("data.")
                 yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
+        for problem in _preference_problems(alone):  # all sources have pairs, or none
+            key = (problem.field or "").removeprefix("data.")
+            yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
         common = [problem for problem in found if problem.field not in own]
         everywhere = common if everywhere is None else [each for each in everywhere if each in common]
     yield from everywhere or []

@@ -106,6 +106,7 @@ class Adapter:
 
 
 _CHATS = [form for form in Format if form.is_chat]
+_RENDERED = [form for form in Format if form.renders_chat]
 Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
 
 
@@ -123,7 +124,8 @@ class SourceKeys:
         None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"
     )
     format: Format = key(
-        DEFAULT_FORMAT, "what a row contains: plain text, a conversation, or a prompt with its completion"
+        DEFAULT_FORMAT,
+        "what a row contains: text, a conversation, a prompt with its completion, or a preference between two answers",
     )
     columns: dict[str, Any] = key(
         {},
@@ -139,7 +141,7 @@ class SourceKeys:
     separator: str = key(
         "",
         'text between prompt and completion, as part of the prompt ("\\n": a line break)',
-        needs={"data.format": [form for form in Format if form.has_prompt]},
+        needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]},
         any_text=True,
     )
     long_rows: LongRows | None = key(
@@ -158,7 +160,7 @@ class SourceKeys:
     chat_template_kwargs: dict[str, Any] = key(
         {},
         "values for variables of the chat template, such as {enable_thinking: false}",
-        needs={"data.format": _CHATS},
+        needs={"data.format": _RENDERED},
         unset={},
     )
     drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
@@ -197,7 +199,7 @@ class Data(SourceKeys):
     chat_template: str | None = key(
         None,
         "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
-        needs={"data.format": _CHATS},
+        needs={"data.format": _RENDERED},
         any_text=True,
     )
     eval: Any = key(
@@ -424,13 +426,43 @@ class Schedule:
 
 
 @dataclass
+class Dpo:
+    """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0."""
+
+    beta: float = key(
+        0.1,
+        "how strongly the model is held to the reference: the larger, the closer it stays",
+        needs={"train.objective": ["dpo"]},
+        above=0.0,
+    )
+    label_smoothing: float = key(
+        0.0,
+        "share of the pairs that are assumed to be labelled the wrong way round (conservative DPO)",
+        needs={"train.objective": ["dpo"]},
+        at_least=0.0,
+        at_most=0.5,
+    )
+    sft_weight: float = key(
+        0.0,
+        "add this times the cross-entropy of each chosen answer, averaged over its tokens",
+        needs={"train.objective": ["dpo"]},
+        at_least=0.0,
+    )
+
+
+@dataclass
 class Train:
-    """How long to train, and in what batches."""
+    """What to learn, how long, and in what batches."""
 
     epochs: float | None = key(1.0, "passes over the data; null: train.steps says how long", above=0)
     steps: int | None = key(None, "optimizer steps; replaces epochs", at_least=1)
     global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int = key(1, "sequences that a rank computes at a time", at_least=1)
+    objective: Literal["next_token", "dpo"] = key(
+        "next_token",
+        "next_token: predict the trained tokens; dpo: prefer the chosen answer of each pair to the rejected one",
+    )
+    dpo: Dpo = field(default_factory=Dpo)
     loss: Literal["chunked", "plain"] = key(
         "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
     )

@@ -80,13 +80,16 @@ class ConversationRenderer:
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.finder = TurnFinder(self._apply_template, self.special, self.tokenizer.eos_token)
 
-    def __call__(self, messages: list[Message], tools: list[Any] | None, place: str) -> list[Rendered]:
+    def __call__(self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0) -> list[Rendered]:
         """Return the rows of a conversation, each as text with the spans of it to train, in order.
+
+        Messages before `first` are not trained.
 
         Raises DataError, which begins with `place`, when the template rejects the conversation, does not finish, leaves
         out tools or calls of tools, or when the assistant's content cannot be located.
         """
-        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+        trained = [m["role"] == "assistant" and m.get("weight", 1) for m in messages]
+        wanted = [i for i in range(first, len(messages)) if trained[i]]
         if self.data.train_on == "all" and any(m.get("weight") == 0 for m in messages):
             raise DataError(
                 f"{place}: a message has weight 0, but data.train_on: all trains all of the text: use completion"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -27,7 +28,6 @@ SHAREGPT_ROLES = {
 
 PEEKED_ROWS = 8
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
-NO_PREFERENCES = "training on preferences (DPO, KTO, reward models) is not supported (yet)"
 
 
 def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
@@ -69,17 +69,21 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
     if data.format.has_prompt and (label := _label_of_answers(source)):
         raise DataError(
-            f"{source.name}: This is preference data ({label}: whether the answer is good), and {NO_PREFERENCES}; to "
-            f"fine-tune on the good answers, keep the rows in which {label} is true, without that column"
+            f"{source.name}: This is preference data without pairs ({label}: whether the answer is good), as for KTO, "
+            f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
+            "without that column"
         )
+    # Optional fields: the first row, from which the columns of a JSON file are known, may have none.
+    optional = {field: str(data.columns.get(field, field)) for field in data.format.optional}
+    for field, column in optional.items():
+        if field in data.columns and column not in source.columns:
+            raise DataError(f"{source.name}: no column {column!r}, which data.columns names for {field}")
+        wanted += [column] if column in source.columns else []
     check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_text_fields, columns)
-    if data.format.is_chat:
-        # Tools are optional: the first row, from which the columns of a JSON file are known, may have none.
-        tools = str(data.columns.get("tools", "tools"))
-        if "tools" in data.columns and tools not in source.columns:
-            raise DataError(f"{source.name}: no column {tools!r}, which data.columns names for tools")
-        check = partial(_conversation_fields, columns["messages"][0], tools)
-        wanted += [tools] if tools in source.columns else []
+    if data.format.is_paired:
+        check = partial(_preference_fields, columns["chosen"][0], columns["rejected"][0], optional, data.separator)
+    elif data.format.is_chat:
+        check = partial(_conversation_fields, columns["messages"][0], optional["tools"])
     for place, row in source.rows(wanted):
         try:
             yield row if isinstance(row, DataError) else check(row, place)
@@ -119,20 +123,27 @@ def describe_columns(path: DataPath, data: Data) -> str:
         rows = (row for _, row in source.rows([column]) if isinstance(row, dict) and column in source.columns)
         if isinstance(messages := next(rows, {}).get(column), list) and any(map(_is_sharegpt, messages)):
             parts[0] += " (ShareGPT: from as role, value as content)"
-        if (tools := data.columns.get("tools", "tools")) in source.columns:
-            parts.append("tools" if tools == "tools" else f"{tools} as tools")
+    if data.format.optional:
+        optional = {field: data.columns.get(field, field) for field in data.format.optional}
+        there = {field: column for field, column in optional.items() if column in column_names(path)}
+        parts += [field if field == column else f"{column} as {field}" for field, column in there.items()]
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
 def prompt_and_trained(row: dict[str, Any], data: Data) -> tuple[str, str]:
-    """Return the two parts of a row of texts: its prompt with the separators, empty without one, and its last field."""
+    """Return the two parts of a row of texts: its prompt with the separators, empty without one, and its last field.
+
+    Of a pair it is the chosen answer.
+    """
+    if data.format.is_paired:
+        return row["prompt"], row["chosen"]
     *before, trained = data.format.fields
     return "".join(row[field] + data.separator for field in before), row[trained]
 
 
 def seam_without_space(rows: list[dict[str, Any]], data: Data) -> str | None:
     """Return the first place where no white space separates a prompt and its completion; None if there is none."""
-    for prompt, completion in (prompt_and_trained(row, data) for row in rows):
+    for prompt, completion in (prompt_and_trained(row, data) for row in rows if "place" not in row):
         if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
             return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
     return None
@@ -147,30 +158,11 @@ def _label_of_answers(source: Source) -> str | None:
     return None
 
 
-def is_preference(available: Iterable[str]) -> bool:
-    """Return whether columns of these names hold preferences: an answer that was chosen, and one that was rejected."""
-    return {"chosen", "rejected"} <= set(available)
-
-
-def preference_advice(available: list[str], row: dict[str, Any]) -> str:
-    """Return what preference data is, and how its chosen answers can be trained on; `row` is one of its rows."""
-    conversations = isinstance(row.get("chosen"), list)
-    fitting = [form for form in reversed(Format) if form.is_chat == conversations]
-    form = next(form for form in fitting if {*list(form.fields)[:-1]} <= {*available})
-    return (
-        f"This is preference data (chosen, rejected), and {NO_PREFERENCES}; to fine-tune on the chosen answers, read "
-        "them as "
-        f"data: {{format: {form}, columns: {yaml_text({list(form.fields)[-1]: 'chosen'})}}}"
-    )
-
-
 def unknown_columns_error(path: DataPath) -> DataError:
     """Return the error for data whose columns match no format: how to name them, with an example of its own columns."""
     source = first_source(path)
     available = source.columns
     row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
-    if is_preference(available):
-        return DataError(f"{source.name}: {preference_advice(available, row)}")
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
     fitting = [form for form in reversed(Format) if form.is_chat == bool(lists)]
@@ -187,8 +179,6 @@ def _missing_column_message(missing: str, available: list[str], data: Data) -> s
     """Return the message for a missing column: the columns there are, and how they could be read."""
     message = f"no column {shortened(missing)!r}, which format {data.format} needs; columns: {listed(available)}. "
     likely = guess_format(available)
-    if likely is None and is_preference(available):
-        return f"{message}{preference_advice(available, {})}"
     if likely is None:
         fields = [*data.format.fields]
         example = dict(zip(fields, available, strict=False)) if len(available) >= len(fields) else {fields[0]: "…"}
@@ -210,6 +200,55 @@ def _conversation_fields(messages: str, tools: str, row: dict[str, Any], place: 
     schemas = _check_tools(row, tools, place)
     kept = {"messages": _check_messages(row, messages, place=place), "place": place}
     return kept | ({"tools": schemas} if schemas else {})
+
+
+def _preference_fields(
+    chosen: str, rejected: str, optional: dict[str, str], separator: str, row: dict[str, Any], place: str
+) -> dict[str, Any]:
+    """Return the prompt of a pair and its two answers: texts, or lists of messages, then with their `place`.
+
+    Without a prompt it is what both begin with (as in TRL): whole messages, or whole words.
+    """
+    names, given = (chosen, rejected), row.get(optional["prompt"])
+    if any(isinstance(row.get(name), list) for name in names):
+        schemas = _check_tools(row, optional["tools"], place)
+        prompt, answers = _prompt_and_answers(names, optional["prompt"], row, place)
+        pair = dict(zip(PAIR, (prompt, *answers), strict=True)) | {"place": place}
+        return pair | ({"tools": schemas} if schemas else {})
+    texts = [_check_text(row, name, place=place) for name in names]
+    if given is not None:
+        return dict(zip(PAIR, (_check_text(row, optional["prompt"], place=place) + separator, *texts), strict=True))
+    if separator:
+        raise DataError(f"{place}: data.separator stands behind a prompt, and this row has none: remove the key")
+    shared = texts[0][: common_prefix_length(*texts)]
+    end = len(shared) - len(re.search(r"\s?\S*\Z", shared)[0])  # type: ignore[index]
+    return dict(zip(PAIR, (shared[:end], *(text[end:] for text in texts)), strict=True))
+
+
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many items two sequences have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+PAIR = ("prompt", "chosen", "rejected")
+
+
+def _prompt_and_answers(
+    names: Sequence[str], prompt: str, row: dict[str, Any], place: str
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Return the messages of a prompt, and those of two answers, which may repeat it, whether or not it has a column.
+
+    A prompt that is a text is what the user says, unless both answers begin with the same messages.
+    """
+    answers = [_check_messages(row, name, place=place) for name in names]
+    shared = answers[0][: min(common_prefix_length(*answers), *(len(answer) - 1 for answer in answers))]
+    given = row.get(prompt)
+    if isinstance(given, list) and given:
+        before = _check_messages(row, prompt, place=place)
+        return before, answers if shared != before else [answer[len(before) :] for answer in answers]
+    if given and not shared:
+        return [{"role": "user", "content": _check_text(row, prompt, place=place)}], answers
+    return shared, [answer[len(shared) :] for answer in answers]
 
 
 def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str:

@@ -3,7 +3,7 @@
 The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
 for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once. Terms:
 
-    row       one document or conversation, as tokens
+    row       one document or conversation, as tokens; of preferences, a prompt with one of its two answers
     piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
     sequence  `seq_len` tokens: a row of a batch
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
-from fsdptrain.data.pack import Ints, cut_and_pack
+from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.parts import encode_parts, parts_of, token_key
 from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
 from fsdptrain.errors import DataError, listed
@@ -46,13 +46,20 @@ IGNORED = -100  # the label of a position that carries no loss
 
 
 class Batch(TypedDict):
-    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the others."""
+    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the next two.
+
+    With preferences, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to: 2i the
+    chosen one of pair i, 2i + 1 the rejected one, and their count for padding. `reference` float64 [answers] are their
+    log-probabilities under the reference, 0 as long as these are not computed.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     documents: torch.Tensor
     longest: int
+    answers: NotRequired[torch.Tensor]
+    reference: NotRequired[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,10 @@ class EncodedRows:
     """The cached token stream of one data set.
 
     `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
-    uint32 [rows read] tokens of every row before it was cut or dropped; `notes` counts of rows that were read, split,
-    cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens; `name` the
-    digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if several may be
-    of one.
+    uint32 [rows read] tokens of every row, or pair, before it was cut or dropped; `notes` counts of rows that were
+    read, split, cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens;
+    `name` the digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if
+    several may be of one. `paired`: every two rows are a pair, chosen and rejected, which stay in one sequence.
     """
 
     tokens: Joined | np.ndarray[Any, Any]
@@ -77,6 +84,12 @@ class EncodedRows:
     name: str
     digest: str
     conversations: np.ndarray[Any, Any] | None = field(default=None, kw_only=True)
+    paired: bool = field(default=False, kw_only=True)
+
+    @property
+    def wholes(self) -> Ints:
+        """The offsets of what is not divided among data sets: of rows, or of pairs."""
+        return self.ends[::2] if self.paired else self.ends
 
 
 @dataclass(frozen=True)
@@ -84,16 +97,23 @@ class Corpus(EncodedRows):
     """Rows that are cut into pieces and packed into sequences.
 
     `pieces` int64 [P, 3] (first token, length, end of its row), sequence by sequence; `offsets` int64 [B+1] of the
-    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence.
+    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence. `reference` float64 [R]: of pairs, the
+    log-probability of each row's trained tokens under the reference.
     """
 
     pieces: Ints
     offsets: Ints
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
+    reference: np.ndarray[Any, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def rows_of(self, numbers: Sequence[int]) -> Ints:
+        """Return the number of the row of each piece of sequences `numbers`, in order; the number -1 has none."""
+        chosen = [self.pieces[self.offsets[n] : self.offsets[n + 1], 0] for n in numbers if n >= 0]
+        return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *chosen]), side="right") - 1
 
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
@@ -124,6 +144,12 @@ class Corpus(EncodedRows):
         """Return how many label tokens sequences `numbers` have in total."""
         return int(self.labels[list(numbers)].sum())
 
+    def divisor(self, numbers: Sequence[int]) -> int:
+        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
+        if self.paired:
+            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
+        return self.label_tokens(numbers)
+
     @property
     def parts(self) -> list[Corpus]:
         """The corpora that this one consists of: itself."""
@@ -151,9 +177,12 @@ class Corpus(EncodedRows):
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:
-        """Return the first row as text, with the trained parts in ⟦ ⟧."""
-        length = int(self.ends[1])
-        shown = slice(0, min(length, 400))
+        """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧."""
+        return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
+
+    def _show_row(self, row: int, tokenizer: Any) -> str:
+        first, length = int(self.ends[row]), int(self.ends[row + 1] - self.ends[row])
+        shown = slice(first, first + min(length, 400))
         ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # of the trained parts
         # Decoded from the beginning each time: a part decoded alone may lose its first space.
@@ -231,6 +260,10 @@ class Mixture:
         """Return how many label tokens sequences `numbers` have in total."""
         return sum(int(corpus.labels[number]) for corpus, number in map(self._find, numbers))
 
+    def divisor(self, numbers: Sequence[int]) -> int:
+        """Return by what the summed loss of sequences `numbers` is divided; see `Corpus.divisor`."""
+        return sum(corpus.divisor([number]) for corpus, number in map(self._find, numbers))
+
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
         """Return the beginnings of those of sequences `numbers` that are in the first corpus: see `Corpus`."""
         return self.parts[0].beginnings([number for number in numbers if number < self.starts[1]], length)
@@ -249,7 +282,9 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     """Return these sequences, each a number in its corpus, as the rows of a micro-batch; see `Corpus.batch`."""
     shape = (len(rows), rows[0][0].seq_len)
     ids, labels = np.empty(shape, np.int64), np.full(shape, IGNORED, np.int64)
-    positions = np.zeros(shape, np.int64)
+    positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    references = [np.zeros(0)]
+    answer = 0
     lengths: list[list[int]] = []
     for row, (corpus, number) in enumerate(rows):
         ids[row] = corpus.pad
@@ -258,6 +293,8 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
             corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1]] if number >= 0 else corpus.pieces[:0]
         )
         for start, length, end in pieces:
+            answers[row, at : at + length] = answer
+            answer += 1
             ids[row, at : at + length] = corpus.tokens[start : start + length]
             positions[row, at : at + length] = np.arange(length)
             targets = slice(start + 1, min(start + length + 1, end))
@@ -267,14 +304,21 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
         if corpus.count_padding:
             positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
         lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
+        if corpus.paired:
+            of_rows = corpus.rows_of([number])
+            references.append(np.zeros(len(of_rows)) if corpus.reference is None else corpus.reference[of_rows])
     documents, longest = document_bounds(lengths)
-    return {
+    batch: Batch = {
         "input_ids": torch.from_numpy(ids),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
         "documents": documents,
         "longest": longest,
     }
+    if rows[0][0].paired:
+        batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
+        batch["reference"] = torch.from_numpy(np.concatenate(references))
+    return batch
 
 
 def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
@@ -297,7 +341,8 @@ def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
         return batch
     own: dict[str, Any] = {
         name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
-        for name in ("input_ids", "labels", "position_ids")
+        for name in ("input_ids", "labels", "position_ids", "answers")
+        if name in batch
     }
     return cast(Batch, {**batch, **own})
 
@@ -355,6 +400,10 @@ class Stream:
     def label_tokens(self, positions: Sequence[int]) -> int:
         """Return how many label tokens the sequences at these positions have in total."""
         return self.corpus.label_tokens(self.at(positions))
+
+    def divisor(self, positions: Sequence[int]) -> int:
+        """Return by what the loss at these positions is divided; see `Corpus.divisor`."""
+        return self.corpus.divisor(self.at(positions))
 
     def digest(self, positions: Sequence[int]) -> str:
         """Return a short digest of the sequence numbers at these positions, with which runs are compared."""
@@ -468,9 +517,10 @@ def pack_rows(
     names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
-        kept = first_of_equal_rows(rows) if data.drop_duplicates else np.arange(len(rows.ends) - 1)
-        starts, stops, held, divided = rows.ends[:-1][kept], rows.ends[1:][kept], np.zeros(len(kept), bool), None
-        counts = {"duplicates": len(rows.ends) - 1 - len(kept), "tokens": int((stops - starts).sum())}
+        ends = rows.wholes
+        kept = first_of_equal_rows(rows) if data.drop_duplicates else np.arange(len(ends) - 1)
+        starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
+        counts = {"duplicates": len(ends) - 1 - len(kept), "tokens": int((stops - starts).sum())}
         if fraction is not None:
             lengths, part = stops - starts, np.arange(len(kept))
             if rows.conversations is not None:  # all rows of a conversation are on one side
@@ -490,6 +540,8 @@ def pack_rows(
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
+            if rows.paired:
+                pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
             counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
@@ -503,7 +555,7 @@ def pack_rows(
         Corpus(
             **vars(rows)
             | {"notes": notes}
-            | {field: _array(folder / f"{name}-{kind}.npy") for field, kind in _PACKED.items()}
+            | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
         )
         for name in names
     ]
@@ -581,7 +633,7 @@ def open_rows(
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name,
+        name=folder.name, paired=data.format.is_paired,
     )  # fmt: skip
 
 

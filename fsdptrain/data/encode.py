@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
-from fsdptrain.data.columns import prompt_and_trained
+from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
 from fsdptrain.data.turns import Message, Span
 from fsdptrain.errors import DataError, Problem, RecipeError
 from fsdptrain.text import counted
@@ -47,19 +47,28 @@ class Encoder:
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
-        self.render_conversation = ConversationRenderer(tokenizer, data, day) if data.format.is_chat else None
-        self.lengths = array("I")  # tokens of each row
+        self.render_conversation = (
+            ConversationRenderer(tokenizer, data, day)
+            if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template)
+            else None
+        )
+        self.lengths = array("I")  # tokens of each row, or of both answers of a pair
         self.dropped = 0
         self.conversation = 0  # number of the conversation that is encoded
         self.conversations = array("I")  # that of each row that is kept
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode a batch of rows; rows without a trained token are dropped and counted."""
-        for ids, mask in (self._conversations if self.data.format.is_chat else self._texts)(rows):
-            self.lengths.append(len(ids))
-            if TRAINED in mask[1:]:
-                self.conversations.append(self.conversation)
-                yield ids, mask
+        """Encode a batch of rows; rows without a trained token are dropped and counted.
+
+        The two answers of a pair, which follow one another, are kept or dropped together.
+        """
+        form = self.data.format
+        encode = self._pairs if form.is_paired else self._conversations if form.is_chat else self._texts
+        for whole in zip(*[encode(rows)] * form.rows, strict=True):
+            self.lengths.append(sum(len(ids) for ids, _ in whole))
+            if all(TRAINED in mask[1:] for _, mask in whole):
+                self.conversations.extend([self.conversation] * len(whole))
+                yield from whole
             else:
                 self.dropped += 1
 
@@ -84,6 +93,26 @@ class Encoder:
         for made in rendered:
             self.conversation += 1
             yield from itertools.islice(encoded, len(made))
+
+    def _pairs(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        """Encode each row as two: its prompt with the chosen answer, then with the rejected one."""
+        parts = [(row, row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")]
+        spans_of: list[list[Span]] = []
+        texts = []
+        for row, prompt, answer in parts:
+            text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
+            if "place" in row:
+                if self.render_conversation is None:
+                    raise DataError(
+                        f"{row['place']}: the tokenizer has no chat template, which messages need: set "
+                        "data.chat_template"
+                    )
+                [(text, spans)] = self.render_conversation(text, row.get("tools"), row["place"], len(prompt))
+            texts.append(text)
+            spans_of.append(spans)
+        encoded = self._encode_masked(texts, spans_of)
+        for (row, *_), (ids, mask) in zip(parts, encoded, strict=True):
+            yield (ids, mask) if "place" in row else self._with_begin_and_end(ids, mask)
 
     def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
         """Add the tokens that the tokenizer puts before every text, and a trained end of sequence, where missing."""
@@ -158,7 +187,7 @@ class Encoder:
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)
             counts = [
-                _common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
+                common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
                 for edge in edges
             ]
             yield ids, counts
@@ -245,8 +274,3 @@ def _tokens_before(found: Any, edge: int, size: int) -> int | None:
     if token == 0:
         return 0 if found.token_to_chars(0)[0] >= edge else None
     return token if found.token_to_chars(token)[0] >= edge == found.token_to_chars(token - 1)[1] else None
-
-
-def _common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two lists have in common at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

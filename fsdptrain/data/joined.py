@@ -73,7 +73,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     offsets of the rows (int64 [R+1]), `lengths.bin` the tokens of every row that was read (uint32) and, with
     `data.turns: split`, `conversations.bin` the conversation of each row (uint32 [R]).
     """
-    treatment, split = data.treatment, data.turns == "split"
+    treatment, split, width = data.treatment, data.turns == "split", data.format.rows
     names = ["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens"]
     notes = dict.fromkeys([*names, *["too_long"] * (treatment == "drop"), *["conversations"] * split], 0)
     joined, digest = list[tuple[int, str | None, int]](), hashlib.sha256()
@@ -90,13 +90,15 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
             found, read = notes_of(part), np.fromfile(part / "lengths.bin", TOKENS)
             read.tofile(lengths)
             kept = np.fromfile(part / "kept.bin", TOKENS)
-            long, kept_long = (int(np.count_nonzero(sizes > data.seq_len)) for sizes in (read, kept))
+            long, kept_long = (
+                int(np.count_nonzero(sizes > data.seq_len)) for sizes in (read, kept.reshape(-1, width).sum(axis=1))
+            )
             if treatment != "continued":
                 notes["too_long" if treatment == "drop" else treatment] += long
             is_copied = treatment in ("cut", "drop") and kept_long > 0
             rows: Iterable[RowBytes | None] = _rows(part, kept)
             if is_copied:
-                rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment), folder, number)
+                rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment, width), folder, number)
             sizes, used = np.zeros(len(kept), np.int64), np.zeros(len(kept), np.bool_)
             for row, fitted in enumerate(rows):
                 if fitted is not None:
@@ -112,7 +114,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
                 notes["conversations"] += found["rows"]
             notes["rows"] += len(read)
             # Rows that are both too long and without a trained token are counted as too long.
-            notes["dropped"] += found["dropped"] + int(np.count_nonzero(~used)) - long * (treatment == "drop")
+            notes["dropped"] += found["dropped"] + int(np.count_nonzero(~used)) // width - long * (treatment == "drop")
             notes["tokens"] += int(sizes.sum())
             if used.any():
                 joined.append((int(sizes.sum()), None if is_copied else f"{part.parent.name}/{part.name}", number))
@@ -134,13 +136,18 @@ def _rows(part: Path, lengths: Array) -> Iterator[RowBytes]:
         yield tokens[start:stop].tobytes(), flags[start:stop].tobytes()
 
 
-def _fitted(rows: Iterable[RowBytes], size: int, treatment: str) -> Iterator[RowBytes | None]:
-    """Yield rows of at most `size` tokens: longer ones are cut, if they then still have a trained token, or None."""
-    for tokens, flags in rows:
-        if len(flags) > size and (treatment == "drop" or TRAINED not in flags[1:size]):
-            yield None
+def _fitted(rows: Iterator[RowBytes], size: int, treatment: str, width: int) -> Iterator[RowBytes | None]:
+    """Yield rows, of which every `width` have at most `size` tokens together: longer ones are cut, or None.
+
+    They are None if any of them would have no trained token. Of two, the longer one gets what the other leaves.
+    """
+    for whole in zip(*[rows] * width, strict=True):
+        sizes = [len(flags) for _, flags in whole]
+        limit = max(size // width, size - sum(sizes) + max(sizes))
+        if sum(sizes) > size and (treatment == "drop" or any(TRAINED not in flags[1:limit] for _, flags in whole)):
+            yield from [None] * width
         else:
-            yield tokens[: size * TOKENS.itemsize], flags[:size]
+            yield from ((tokens[: limit * TOKENS.itemsize], flags[:limit]) for tokens, flags in whole)
 
 
 def _copied(rows: Iterable[RowBytes | None], folder: Path, number: int) -> Iterator[RowBytes | None]:

@@ -70,6 +70,17 @@ def cut(ends: Ints, data: Data) -> Ints:
     return np.stack([starts, np.diff(bounds), ends[np.searchsorted(ends, starts, side="right")]], axis=1)
 
 
+def split_pairs(pieces: Ints, offsets: Ints, ends: Ints, trained: Flags) -> tuple[Ints, Ints, Ints]:
+    """Return `pieces`, `offsets` and `labels` with two pieces for each pair, chosen and rejected, that was one piece.
+
+    `ends` [R+1] are the offsets of the rows, two for each pair.
+    """
+    start, length, end = pieces.T
+    middle = ends[np.searchsorted(ends, start, side="right")]
+    halves = np.stack([start, middle - start, middle, middle, start + length - middle, end], axis=1).reshape(-1, 3)
+    return halves, 2 * offsets, np.add.reduceat(piece_labels(halves, trained), 2 * offsets[:-1])
+
+
 def piece_labels(pieces: Ints, trained: Flags) -> Ints:
     """Count the label tokens of each piece: the trained tokens that its positions predict, all in the same row."""
     labels = np.empty(len(pieces), np.int64)

@@ -48,7 +48,7 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer.chat_template = data.chat_template
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: it has several chat templates: bring one in data.chat_template")
-    if tokenizer.chat_template is None and plan.trains_chat:
+    if tokenizer.chat_template is None and any(source.data.format.is_chat for source in plan.sources):
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
     _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
@@ -126,7 +126,7 @@ def _training_texts(plan: Plan) -> Iterator[str]:
     """Yield every text of the training data, whatever its format."""
     for data in (source.data for source in plan.sources):
         for row in itertools.chain.from_iterable(read_all_rows(open_sources(data.path), data, data.max_rows)):
-            for value in (row[field] for field in data.format.fields):
+            for value in (row[field] for field in {"prompt": None, **data.format.fields} if field in row):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:
                     yield from [part["text"] for part in content] if isinstance(content, list) else [content]

@@ -31,7 +31,7 @@ from fsdptrain.forecast.search import Advice, search
 from fsdptrain.model import flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan
-from fsdptrain.text import counted
+from fsdptrain.text import counted, duration
 
 MEMORY = "Memory of the worst rank"
 COMMUNICATION = "Communication per step"
@@ -125,6 +125,11 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
         findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
+    data = findings.levels.get("data", {})
+    if plan.recipe.train.objective == "dpo" and "sequences" in data:
+        batches = (data["sequences"] + data["eval_sequences"]) / plan.recipe.train.global_batch_size
+        reference_s = batches * forecast.step_s / 3  # a forward pass: backward takes twice as long
+        findings.add_lines("Time", f"before step 1, the reference reads all pairs: about {duration(reference_s)}")
     findings.forecast = verdict(findings.step, plan)
 
 

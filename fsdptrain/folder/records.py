@@ -67,6 +67,7 @@ CHANGES = FieldType(
     lambda value: isinstance(value, dict) and all(isinstance(v, list) and len(v) == 2 for v in value.values()),
 )
 COMPARED = FieldType("a list of comparisons", _is_compared)
+PREFERENCES = dict.fromkeys(("rewards_chosen", "rewards_rejected", "margin", "accuracy"), NUMBER)  # with DPO
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ EVENTS = {
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
             "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
-            "loss_scale": NUMBER,
+            "loss_scale": NUMBER, **PREFERENCES,
         },
         undone=True, on_board=True, trains=True,
     ),
     "eval": EventKind(
         "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
-        {"step": COUNT, "loss": NUMBER, "perplexity": NUMBER, "tokens": COUNT},
-        {"losses": NUMBERS},
+        {"step": COUNT, "loss": NUMBER, "tokens": COUNT},
+        {"perplexity": NUMBER, "losses": NUMBERS, **PREFERENCES},
         undone=True, on_board=True, trains=True,
     ),
     "generated": EventKind(

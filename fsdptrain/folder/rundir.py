@@ -41,6 +41,7 @@ class RunDir:
     plans = Below("plans")  # the plan and the recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …
     metrics = Below("metrics.jsonl")  # the events of the run, one JSON object per line
     pinned = Below("pinned.json")  # the commit of each Hub data set, and the date of the chat template
+    reference = Below("reference")  # of preferences: the log-probability of each answer under the first weights
     forecast = Below("forecast.json")  # compared with the measurements of the run
     export_record = Below("export.json")  # the step of the export, and the files that fsdptrain wrote into it
     tensorboard = Below("tensorboard")  # TensorBoard's event files
@@ -149,6 +150,6 @@ class RunDir:
 
     def written_paths(self) -> list[Path]:
         """Return every file and folder that a run writes directly into its folder."""
-        inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned]
+        inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned, self.reference]
         reports = [self.metrics, self.forecast, self.tensorboard, self.trackers, self.profiles, self.logs]
         return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]

@@ -40,11 +40,11 @@ EXPORT, EXPORT_RECORD = "export", "export.json"
 # The small files: of the first names below, all that is neither a lock nor being written.
 SMALL = (
     "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "pinned.json", "commits.json", "forecast.json", "tensorboard",
-    "trackers", "profiles", "logs", "model",
+    "trackers", "profiles", "logs", "model", "reference",
 )  # fmt: skip
 
-# Of these, what is appended to on the node of rank 0.
-HISTORY = ("metrics.jsonl", "tensorboard", "trackers")
+# Of these, what is appended to or read on the node of rank 0.
+HISTORY = ("metrics.jsonl", "tensorboard", "trackers", "reference")
 
 NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
 

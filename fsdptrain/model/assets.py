@@ -35,7 +35,8 @@ CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat templ
 def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
     config, generation = copy.deepcopy(config), _generation_config(plan, model)
-    turn_end = end_of_turn(tokenizer, plan.recipe.data.chat_template_kwargs) if plan.trains_chat else None
+    kwargs = plan.recipe.data.chat_template_kwargs
+    turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
     with scratch_folder() as scratch:

@@ -4,6 +4,9 @@ The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
 
+A loss that is no plain sum over tokens (DPO) needs the log-probability of each label first: `label_log_probs`, whose
+backward computes the logits of a chunk again.
+
 With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
 """
 
@@ -25,14 +28,15 @@ from fsdptrain.errors import RecipeError
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 Divisor = int | torch.Tensor
-ToGradients = Callable[[torch.Tensor, torch.Tensor, Divisor, AfterHead], torch.Tensor]  # as `to_gradients`
+ToGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AfterHead], torch.Tensor]  # as `to_gradients`
 
 
 def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     """Let an unsharded causal LM return a loss (`cross_entropy`) for `model(labels=…, divisor=…, **inputs)`.
 
-    Labels belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before.
-    FSDP's hooks run around `__call__` and so around this: the head is called, gathered and reduced once, as before.
+    With divisor=None it returns the log-probability of each label (`label_log_probs`). Labels belong to the positions
+    themselves: nothing is shifted. Without labels the model returns logits as before. FSDP's hooks run around
+    `__call__` and so around this: the head is called, gathered and reduced once, as before.
     `compiled`: what is between the products of a chunk is compiled. Raises RecipeError for an architecture that does
     not apply a linear head to its hidden states.
     """
@@ -41,17 +45,21 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     gradients = CompiledGradients() if compiled else to_gradients
     forward, head_forward = model.forward, head.forward
 
-    def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor = 1, **inputs: Any) -> Any:
+    def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor | None = 1, **inputs: Any) -> Any:
         if labels is None:
             return forward(**inputs)
         return head(decoder(**inputs).last_hidden_state, labels, divisor)
 
-    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: Divisor = 1) -> torch.Tensor:
+    def logits_or_loss(
+        hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: Divisor | None = 1
+    ) -> torch.Tensor:
         if labels is None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
-        hidden = hidden.to(head.weight.dtype)  # mamba2's residual stream is float32
-        return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after, gradients)
+        hidden = hidden.to(head.weight.dtype).flatten(0, 1)  # mamba2's residual stream is float32
+        if divisor is None:
+            return label_log_probs(hidden, head.weight, head.bias, labels.flatten(), after, gradients)
+        return cross_entropy(hidden, head.weight, head.bias, labels.flatten(), divisor, after, gradients)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
 
@@ -163,6 +171,19 @@ def cross_entropy(
     return torch.stack(losses).sum() / divisor
 
 
+def label_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    after: AfterHead,
+    gradients: ToGradients | None = None,
+) -> torch.Tensor:
+    """Return the log-probability of each label, float32 [T], 0 where it is IGNORED; arguments as `cross_entropy`."""
+    found: torch.Tensor = _LabelLogProbs.apply(hidden, weight, bias, labels, after, gradients or to_gradients)
+    return found
+
+
 SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
 
 
@@ -211,22 +232,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         after: AfterHead,
         gradients: ToGradients,
     ) -> torch.Tensor:
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden: list[torch.Tensor] = []
-        of_weight = of_bias = None
-        for h, t in _chunks(hidden, weight, labels):
-            grad = functional.linear(h, weight, bias)
-            total += gradients(grad, t, divisor, after)
-            if needs_hidden:
-                of_hidden.append(grad @ weight)
-            if needs_weight:
-                of_weight = _add_product(of_weight, grad.t(), h)
-            if needs_bias:
-                part = grad.sum(dim=0, dtype=torch.float32)
-                of_bias = part if of_bias is None else of_bias.add_(part)
-            del grad  # before the logits of the next chunk are allocated
-        ctx.save_for_backward(torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias)
+        scale = (labels != IGNORED) / divisor
+        total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, after, gradients)
+        ctx.save_for_backward(*grads)
         ctx.dtype = hidden.dtype
         return total / divisor
 
@@ -238,49 +246,119 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: Divisor, after: AfterHead) -> torch.Tensor:
-    """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`.
+class _LabelLogProbs(torch.autograd.Function):
+    """Computes a few rows of logits at a time, in forward and again in backward: none are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        after: AfterHead,
+        gradients: ToGradients,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.after, ctx.gradients = after, gradients
+        rows = loss_rows(weight.shape[0], hidden.device.type)
+        losses = [
+            functional.nll_loss(_log_softmax(after(logits)), t, ignore_index=IGNORED, reduction="none")
+            for h, wanted in _chunks(hidden, weight, labels)
+            for logits, t in zip(functional.linear(h, weight, bias).split(rows), wanted.split(rows), strict=True)
+        ]
+        return -torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        scale = -scale * (labels != IGNORED)  # the gradient of a log-probability is one-hot minus softmax
+        _, *grads = _loss_and_gradients(
+            ctx.needs_input_grad, hidden, weight, bias, labels, scale, ctx.after, ctx.gradients
+        )
+        return *(None if grad is None else grad.to(hidden.dtype) for grad in grads), None, None, None
+
+
+def _loss_and_gradients(
+    needs: tuple[bool, ...],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    after: AfterHead,
+    gradients: ToGradients,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the summed loss, and the gradients of hidden states, weight and bias that are needed.
+
+    `scale` float32 [T] multiplies the gradient of each token's loss, not the loss.
+    """
+    needs_hidden, needs_weight, needs_bias = needs[:3]
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    of_hidden: list[torch.Tensor] = []
+    of_weight = of_bias = None
+    for (h, t), s in zip(_chunks(hidden, weight, labels), scale.tensor_split(loss_chunks(*hidden.shape)), strict=True):
+        grad = functional.linear(h, weight, bias)
+        total += gradients(grad, t, s, after)
+        if needs_hidden:
+            of_hidden.append(grad @ weight)
+        if needs_weight:
+            of_weight = _add_product(of_weight, grad.t(), h)
+        if needs_bias:
+            part = grad.sum(dim=0, dtype=torch.float32)
+            of_bias = part if of_bias is None else of_bias.add_(part)
+        del grad  # before the logits of the next chunk are allocated
+    return total, torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias
+
+
+def to_gradients(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead) -> torch.Tensor:
+    """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, each row times `scale` [n].
 
     Only a few rows at a time are in float32.
     """
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
-    for piece, wanted in zip(logits.split(rows), labels.split(rows), strict=True):
-        total += _overwrite(piece, wanted, divisor, after, _loss_and_gradient)
+    for piece, wanted, factor in zip(logits.split(rows), labels.split(rows), scale.split(rows), strict=True):
+        total += _overwrite(piece, wanted, factor, after, _loss_and_gradient)
     return total
 
 
 def _overwrite(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: Any, after: AfterHead, loss_and_gradient: Callable[..., Any]
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    after: AfterHead,
+    loss_and_gradient: Callable[..., Any],
 ) -> torch.Tensor:
     """Do what `to_gradients` does, for all rows at once; `loss_and_gradient` is that of `after(logits)`."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         final = after(leaf)
-    loss, grad = loss_and_gradient(_log_softmax(final.detach()), labels, divisor)
+    loss, grad = loss_and_gradient(_log_softmax(final.detach()), labels, scale)
     logits.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
     total: torch.Tensor = loss
     return total
 
 
 def _loss_and_gradient(
-    log_probs: torch.Tensor, labels: torch.Tensor, divisor: Divisor
+    log_probs: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss, and its gradient: softmax minus one-hot, over `divisor`, in the memory of `log_probs`."""
+    """Return the summed loss, and its gradient: softmax minus one-hot, times `scale`, in the memory of `log_probs`."""
     loss = functional.nll_loss(log_probs, labels, **SUM)
     grad = log_probs.exp_()
     grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= (labels != IGNORED)[:, None] / divisor
+    grad *= scale[:, None]
     return loss, grad
 
 
 def _fusible_loss_and_gradient(
-    log_probs: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor
+    log_probs: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
     wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
     loss = -torch.where(wanted, log_probs, 0.0).sum()
-    return loss, (log_probs.exp() - wanted.float()) * ((labels != IGNORED)[:, None] / divisor)
+    return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
 
 
 class CompiledGradients:
@@ -289,12 +367,11 @@ class CompiledGradients:
     def __init__(self) -> None:
         self._graphs: dict[Any, Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, divisor: Divisor, after: AfterHead) -> torch.Tensor:
-        """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`."""
-        # A tensor, because each step has another number, and each number would be another graph.
-        if not isinstance(divisor, torch.Tensor):
-            divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
-        inputs = logits, labels, divisor
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead
+    ) -> torch.Tensor:
+        """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, as `to_gradients` does."""
+        inputs = logits, labels, scale
         kind = logits.shape, logits.dtype
         if kind not in self._graphs:
             # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.

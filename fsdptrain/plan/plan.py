@@ -163,8 +163,8 @@ class Plan:
 
     @property
     def trains_chat(self) -> bool:
-        """Whether conversations are trained, which a chat template renders."""
-        return any(source.data.format.is_chat for source in self.sources)
+        """Whether conversations are trained, or may be, which a chat template renders."""
+        return any(source.data.format.renders_chat for source in self.sources)
 
     @property
     def pretrained(self) -> bool:

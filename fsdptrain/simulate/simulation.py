@@ -104,7 +104,12 @@ def batch_of_zeros(plan: Plan) -> Batch:
     rows, seq_len = plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len
     documents, _ = document_bounds([[seq_len]] * rows)
     ids, labels, positions = (torch.zeros((rows, plan.tokens_of_row), dtype=torch.long) for _ in range(3))
-    return {"input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len}
+    batch: Batch = {
+        "input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len,
+    }  # fmt: skip
+    if plan.recipe.train.objective == "dpo":
+        batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(2, dtype=torch.float64)}
+    return batch
 
 
 def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:

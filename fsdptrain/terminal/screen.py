@@ -127,6 +127,7 @@ class Screen:
         eta = max(0, total - step) * statistics.fmean(self.state.step_times)
         parts = [
             Part(1, f"loss {record['loss']:.4f}"),
+            *([Part(2, f"accuracy {record['accuracy']:.1%}")] if "accuracy" in record else []),
             Part(2, rate(record["positions_per_s"])),
             Part(3, f"ETA {duration(eta)}"),
             Part(5, f"lr {record['lr']:.2e}"),
@@ -177,7 +178,7 @@ class Screen:
         if not self.live or self._is_line_due("eval", step, total):
             sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
             self.say(
-                f"eval at step {step}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
+                f"eval at step {step}: loss {record['loss']:.4f}  {_quality(record)}  "
                 f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)
             )
         if not self.state.step_times:
@@ -252,6 +253,13 @@ class Screen:
             f"peak {self._least_memory()}{self.peak_memory / GIB:.2f} GiB/rank{self._fullest_rank()}",
         ]
         return " · ".join(parts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
+
+
+def _quality(record: Record) -> str:
+    """Return the perplexity of an evaluation or, of preferences, how far and how often the chosen answers are ahead."""
+    if "perplexity" in record:
+        return f"perplexity {record['perplexity']:.2f}"
+    return f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
 
 
 def _comparison_text(compared: list[Record]) -> str:

@@ -34,7 +34,7 @@ class NonFiniteBatch:
     what: str
 
 
-def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[NonFiniteBatch]:
+def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: int) -> list[NonFiniteBatch]:
     """Repeat the micro-batches of a step, and return those that are not finite, of all ranks; collective.
 
     After the reduction the gradient is non-finite on every rank, whichever rank caused it. So every rank checks its own
@@ -52,7 +52,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
         engine.seed(step)
         begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
         for number, batch in enumerate(batches):
-            loss = engine.loss(batch, label_tokens or 1)
+            loss = engine.loss(batch, divisor or 1)
             bad_operators = watch_operators(loss)
             loss.backward()
             engine.drop_gradients()

@@ -16,13 +16,14 @@ from fsdptrain.plan.plan import Plan
 class StepInputs:
     """What a rank trains on in a step: `positions` of the global batch, and its own micro-batches on its device.
 
-    `label_tokens` counts the global batch.
+    `label_tokens` counts the global batch, and `divisor` divides its loss (see `Corpus.divisor`).
     """
 
     step: int
     positions: range
     batches: list[Batch]
     label_tokens: int
+    divisor: int
 
 
 def batches_of(plan: Plan, stream: Stream, step: int, rank: int) -> list[Batch]:
@@ -60,4 +61,5 @@ class Prefetch:
         positions = self._plan.step_positions(step)
         batches = batches_of(self._plan, self._stream, step, self._rank)
         on_device = [to_device(batch, self._device) for batch in batches]
-        return StepInputs(step, positions, on_device, self._stream.label_tokens(positions))
+        stream = self._stream
+        return StepInputs(step, positions, on_device, stream.label_tokens(positions), stream.divisor(positions))

@@ -13,9 +13,10 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -27,6 +28,7 @@ from fsdptrain.model import recurrence, varlen
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.loss import Divisor
+from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 10].
+    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 10],
+    or more with measures.
     """
 
     step: int
@@ -60,7 +63,8 @@ class StepStats:
     before; steps that are read together share their mean. `usual_step_s` is that of the slowest rank when it last read,
     0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the allocator since the process
     began; `data_s` (the wait for data, 0 if the device had work left from the step before) and `compute_s` (the forward
-    passes of the decoder layers) in seconds.
+    passes of the decoder layers) in seconds. `measures` are the means of MEASURES over the pairs, if it learns from
+    them.
     """
 
     loss: float
@@ -74,6 +78,7 @@ class StepStats:
     alloc_retries: list[int]
     data_s: list[float]
     compute_s: list[float]
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -108,19 +113,21 @@ class Engine:
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
+        pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
+        self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
         self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
 
     def step(
-        self, step: int, batches: Sequence[Batch], label_tokens: int, lr: float, stop: bool = False, data_s: float = 0.0
+        self, step: int, batches: Sequence[Batch], divisor: int, lr: float, stop: bool = False, data_s: float = 0.0
     ) -> QueuedStep:
         """Queue optimizer step number `step` (from 0) on this rank's micro-batches; `read` returns its numbers.
 
-        `label_tokens` counts the global batch; the loss is the sum over all its label tokens divided by it. `stop` (a
-        stop request) and `data_s` are this rank's own. Nothing is updated if loss or gradient of any rank is not
-        finite, in this step or in an earlier one that was not read yet.
+        `divisor` counts the label tokens (or pairs) of the global batch; the loss is the sum over all of them divided
+        by it. `stop` (a stop request) and `data_s` are this rank's own. Nothing is updated if loss or gradient of any
+        rank is not finite, in this step or in an earlier one that was not read yet.
         """
         began = time.perf_counter() - data_s
-        loss = self.accumulate(step, batches, label_tokens)
+        loss = self.accumulate(step, batches, divisor)
         # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
@@ -131,6 +138,7 @@ class Engine:
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         unscaled = square / scale.square() if self.loss_scale else square[None]
         numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
+        numbers.append(self._measures / (divisor or 1))
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._home)
@@ -152,7 +160,7 @@ class Engine:
     def _stats(self, queued: QueuedStep) -> StepStats:
         """Return what a step measured. Raises NonFiniteError as `read` does."""
         losses, squares, scales, stops, peaks, *others = queued.numbers.read().T
-        reserved, retries, data_seconds, compute_seconds, usual = others
+        reserved, retries, data_seconds, compute_seconds, usual, *measures = others
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
         if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
@@ -170,22 +178,24 @@ class Engine:
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
+            measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
         )
 
-    def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
+    def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> torch.Tensor:
         """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
         self.seed(step)
         total = torch.zeros((), device=self.world.device)
+        self._measures.zero_()
         self.model.train()
         for i, batch in enumerate(batches):
             begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
-            tokens: Divisor = label_tokens or 1  # a global batch without labels has loss 0, not 0/0
+            count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
             if self.loss_scale:  # divided, not multiplied: the chunked loss computes gradients as it is computed
                 scale = self.loss_scale.value.to(self.world.device)
-                loss = self.loss(batch, tokens / scale)
+                loss = self.loss(batch, count / scale)
                 total += loss.detach() / scale
             else:
-                loss = self.loss(batch, tokens)
+                loss = self.loss(batch, count)
                 total += loss.detach()
             loss.backward()
             self.on_progress()
@@ -196,10 +206,10 @@ class Engine:
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
-        """Return the cross-entropy summed over the label tokens of a micro-batch, divided by `divisor`, in float32.
+        """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
 
-        It is 0 if all labels are masked. Raises RecipeError if the architecture cannot be computed with these units or
-        dtypes.
+        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Raises RecipeError if the
+        architecture cannot be computed with these units or dtypes.
         """
         try:
             return self._loss(to_device(batch, self.world.device), divisor)
@@ -237,15 +247,29 @@ class Engine:
         return inputs
 
     def _loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
-        inputs = self._inputs(batch)
-        if self.plan.recipe.train.loss == "chunked":
-            loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
+        train = self.plan.recipe.train
+        if train.objective == "dpo":
+            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.context)
+            self._measures += measures
             return loss
+        inputs = self._inputs(batch)
+        if train.loss == "chunked":
+            total: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
+            return total
         logits = self.model(**inputs).logits
         total = functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return total / divisor
+
+    def _log_probs(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each label of a micro-batch on the device, float32 [T], 0 without a label."""
+        inputs, labels = self._inputs(batch), batch["labels"]
+        if self.plan.recipe.train.loss == "chunked":
+            found: torch.Tensor = self.model(**inputs, labels=labels, divisor=None)
+            return found
+        logits = self.model(**inputs).logits.flatten(0, 1).float()
+        return -functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
 
     def local_grads(self) -> list[torch.Tensor]:
         """Return this rank's shard of every gradient."""
@@ -300,26 +324,51 @@ class Engine:
 
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
-    ) -> tuple[float, int] | None:
-        """Return (mean loss, label tokens) over the sequences `numbers` of `corpus`, or None if `stops` returned True.
+    ) -> tuple[float, int, dict[str, float]] | None:
+        """Return mean loss, label tokens and mean measures over the sequences `numbers` of `corpus`.
 
-        Every rank computes a share of them, padded to equal counts. `stops` is called before every micro-batch and must
-        return the same on every rank.
+        Returns None if `stops` returned True. Every rank computes a share of them, padded to equal counts. `stops` is
+        called before every micro-batch and must return the same on every rank.
         """
-        world, size, context = self.world, self.plan.recipe.train.micro_batch_size, self.plan.context
-        groups = world.size // context
-        rounds = -(-len(numbers) // (groups * size))
-        mine = [*numbers[world.rank // context :: groups]]
-        mine += [-1] * (rounds * size - len(mine))
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._measures.zero_()
         with self.forward_only():
-            for i in range(0, len(mine), size):
+            for mine in self._shares(numbers):
                 if stops():
                     return None
-                total += self.loss(self._own_part(corpus.batch(mine[i : i + size])), divisor=1).double()
+                total += self.loss(self._own_part(corpus.batch(mine)), divisor=1).double()
                 self.on_progress()
-        tokens = int(corpus.labels[list(numbers)].sum())
-        return float(world.gather(total[None]).sum()) / tokens, tokens
+        tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
+        loss_sum, *sums = (self.world.gather(torch.cat([total[None], self._measures])).sum(axis=0) / divisor).tolist()
+        return loss_sum, tokens, dict(zip(MEASURES, sums, strict=bool(sums)))
+
+    def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
+        size, context = self.plan.recipe.train.micro_batch_size, self.plan.context
+        groups = self.world.size // context
+        rounds = -(-len(numbers) // (groups * size))
+        mine = [*numbers[self.world.rank // context :: groups]]
+        mine += [-1] * (rounds * size - len(mine))
+        yield from (mine[i : i + size] for i in range(0, len(mine), size))
+
+    def answer_log_probs(
+        self, corpus: Corpus, numbers: Sequence[int], on_batch: Callable[[int, int], None]
+    ) -> tuple[Any, Any]:
+        """Return the rows of the answers in sequences `numbers`, and the log-probability of each, float64; collective.
+
+        Nothing is trained; `on_batch` is called before each micro-batch, with its number and their count.
+        """
+        rows, found = [np.zeros(0, np.int64)], [torch.zeros(0, dtype=torch.float64)]
+        shares = [*self._shares(numbers)]
+        with self.forward_only():
+            for i, mine in enumerate(shares):
+                on_batch(i, len(shares))
+                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+                sums, _ = answer_sums(self._log_probs(batch), batch, self.world.context)
+                rows.append(corpus.rows_of(mine))
+                found.append(sums.cpu())
+                self.on_progress()
+        return np.concatenate(rows), torch.cat(found).numpy()
 
     def _own_part(self, batch: Batch) -> Batch:
         """Return this rank's part of each row."""

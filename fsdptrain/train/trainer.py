@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
+from fsdptrain.train.reference import with_reference
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -141,12 +143,13 @@ class Trainer:
         optimizer, steps_made = load_state(model, session, inputs, checkpointer)
         check_replicas(model, world)
         session.watchdog.reset()
+        scale = checkpointer.loss_scale
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
+        inputs = with_reference(session, inputs, engine, checkpointer)
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, fields)
         checkpointer.restore_losses()
-        scale = checkpointer.loss_scale
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -227,7 +230,7 @@ class Trainer:
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         stop = bool(self.session.stop.count)
-        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.label_tokens, lr, stop, data_s))
+        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s))
 
     def read_steps(self, keep: int = 0) -> bool:
         """Wait for the queued steps, except the newest `keep`, and report them.
@@ -271,6 +274,7 @@ class Trainer:
                 step=step + 1,
                 epoch=(step + 1) * self.plan.recipe.train.global_batch_size / len(self.stream),
                 loss=stats.loss,
+                **stats.measures,
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
                 **({"loss_scale": stats.loss_scale} if self.engine.loss_scale else {}),
@@ -332,7 +336,7 @@ class Trainer:
         Ranks that share a row get the numbers of one another in attention.
         """
         samples: dict[str, list[int]] = {}
-        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.label_tokens):
+        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
             micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
             others = [rank for rank in self.plan.ranks_of_row(source.rank) if rank != source.rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
@@ -393,16 +397,22 @@ class Trainer:
                 break
         return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
 
-    def report_evaluation(self, done: int, results: list[tuple[float, int]]) -> None:
-        """Write the `eval` event of (loss, label tokens) of each held-out set, and of all label tokens together."""
-        (loss, tokens), losses = results[0], {}
+    def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> None:
+        """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together."""
+        of_sets, tokens, measures = zip(*results, strict=True)
+        divisors = [corpus.divisor(range(len(corpus))) for corpus in self.inputs.eval_corpus.parts]
+        shares = [divisor / sum(divisors) for divisor in divisors]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(share * value for share, value in zip(shares, values, strict=True))
+
+        loss, losses = mean(of_sets), {}
+        fields = {name: mean(each[name] for each in measures) for name in measures[0]}
         if len(results) > 1:
-            tokens = sum(of_set for _, of_set in results)
-            loss = sum(mean * of_set for mean, of_set in results) / tokens
-            names = [source.name for source in self.plan.sources]
-            losses = {"losses": {name: mean for name, (mean, _) in zip(names, results, strict=True)}}
-        perplexity = math.exp(min(loss, 700.0))
-        self.reporter.event("eval", step=done, loss=loss, perplexity=perplexity, tokens=tokens, **losses)
+            names = (source.name for source in self.plan.sources)
+            losses = {"losses": dict(zip(names, of_sets, strict=True))}
+        fields = fields or {"perplexity": math.exp(min(loss, 700.0))}
+        self.reporter.event("eval", step=done, loss=loss, tokens=sum(tokens), **fields, **losses)
         if done:
             self.checkpointer.losses[done] = loss  # the same on all ranks
 

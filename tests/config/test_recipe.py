@@ -106,7 +106,8 @@ parallel:
 optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
-  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
+  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, objective: next_token,
+   dpo: {beta: 0.1, label_smoothing: 0.0, sft_weight: 0.0}, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null, patience: null, prompts: [], max_new_tokens: 64}
 checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
@@ -196,14 +197,15 @@ def test_the_tested_versions_are_those_that_are_installed() -> None:
 
 
 def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
-    # `format: text` with an explicit `train_on: completion` is refused, so the format is checked separately below.
-    designed = read(tmp_path, DESIGN, "data.format=chat")
+    # Keys of DPO, and `train_on: completion` with `format: text`, have no effect: those two are checked below.
+    designed = read(tmp_path, DESIGN, "data.format=preference", "train.objective=dpo")
     others = {f"optim.{name}" for name in SETTINGS if name not in designed.recipe.optim.name.traits.settings}
     assert set(designed.where) == set(all_paths()) - others
     values, defaults = flat(designed.recipe), flat(Recipe())
-    for path in set(all_paths()) - EXAMPLES - {"data.format"}:
+    for path in set(all_paths()) - EXAMPLES - {"data.format", "train.objective"}:
         assert values[path] == defaults[path], path
     assert yaml.safe_load(DESIGN)["data"]["format"] == defaults["data.format"]
+    assert yaml.safe_load(DESIGN)["train"]["objective"] == defaults["train.objective"]
     assert (defaults["model.id"], defaults["data.path"], defaults["output_dir"]) == (None, None, "runs/${name}")
     assert designed.recipe.output_dir == "runs/llama3-8b-sft"
 
@@ -565,6 +567,7 @@ def needed(path: str) -> list[str]:
     }  # fmt: skip
     needs = needs_of(path)
     own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
+    own += ["data.format=preference"] * ("train.objective=dpo" in own)
     return [*own, *(word for other in needs for word in needed(other))]
 
 

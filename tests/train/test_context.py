@@ -170,7 +170,7 @@ def test_a_report_on_a_nan_names_the_ranks_of_the_row(tmp_path: Path, monkeypatc
     found = [NonFiniteBatch(rank, 0, "the loss is nan") for rank in (2, 3)]
     monkeypatch.setattr(trainer, "find_sources", lambda *_: found)
     run: Any = SimpleNamespace(plan=plan, engine=None, stream=SimpleNamespace(at=list))
-    inputs: Any = SimpleNamespace(step=0, batches=None, label_tokens=1)
+    inputs: Any = SimpleNamespace(step=0, batches=None, divisor=1)
     row = "(samples 1)"
     assert trainer.Trainer.nonfinite_cause(run, inputs) == (
         f"the loss is nan on rank 2, which shares its rows with rank 3 {row}; "

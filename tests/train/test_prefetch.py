@@ -33,6 +33,8 @@ class Stream:
     def label_tokens(self, positions: Any) -> int:
         return sum(positions)
 
+    divisor = label_tokens
+
 
 PLAN: Any = SimpleNamespace(
     context=1,

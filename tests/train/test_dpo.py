@@ -1,0 +1,119 @@
+"""Learning from preferences (DPO): every layout gives the curve of a plain loop that holds a second model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
+from support import SHAKESPEARE, TINY, on_ranks, strategies, write_recipe
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+STEPS, BATCH, LR = 4, 8, 1e-3
+LIMITS = np.array([1e-6, 1e-5, 1e-6, 1e-6, 2e-6, 1e-9])  # in float32, relative to the larger of the value and 1
+ALL_KEYS = ["train.dpo.beta=0.5", "train.dpo.label_smoothing=0.1", "train.dpo.sft_weight=0.3"]
+
+
+def write_pairs(path: Path, count: int = 150) -> None:
+    """Write pairs of very different lengths: the next lines of a speech, and the words of other lines."""
+    speeches = [each.split("\n") for each in SHAKESPEARE.read_text().split("\n\n")]
+    speeches = [lines for lines in speeches if len(lines) > 2][: 2 * count]
+    with path.open("w") as file:
+        for (name, first, *rest), (_, other, *_) in zip(speeches[::2], speeches[1::2], strict=True):
+            wrong = " ".join(reversed(other.split()))
+            file.write(json.dumps({"prompt": f"{name}\n{first}\n", "chosen": rest[0], "rejected": wrong}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a recipe that starts from a random Llama, with several pairs in every sequence."""
+    tmp = tmp_path_factory.mktemp("dpo")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp / "model")
+    write_pairs(tmp / "pairs.jsonl")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, optim__lr=LR,
+        data={"path": str(tmp / "pairs.jsonl"), "format": "preference", "seq_len": 192, "eval": {"fraction": 0.2}},
+        train={"steps": STEPS, "global_batch_size": BATCH, "objective": "dpo"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batches(recipe: Path) -> list[Documents]:
+    """Return the documents of each step, which are not packed."""
+    found = batches_of(stream_of(recipe)[0], BATCH, STEPS)
+    assert all(len(labels) > 2 * BATCH for _, _, labels in found), "no sequence has several pairs"
+    assert len({len(labels) for _, _, labels in found}) > 1, "every batch has as many pairs"
+    return found
+
+
+def assert_agree(
+    world: int, variants: dict[str, list[str]], recipe: Path, batches: list[Documents], tmp: Path, *dpo: float
+) -> None:
+    torch.set_num_threads(1)
+    expected = plain_dpo(str(recipe.parent / "model"), batches, cosine_rates(LR, STEPS), dpo or (0.1, 0.0, 0.0))
+    assert expected[0][0] != expected[-1][0] and abs(expected[-1][4]) > 0.03, "nothing is learned"
+    ranks = on_ranks(world, "curves", tmp / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
+    assert all(other == ranks[0] for other in ranks), "ranks report different curves"
+    for name, curve in ranks[0].items():
+        worst = np.abs(np.subtract(curve, expected)) / np.maximum(1, np.abs(expected))
+        print(f"{name:40} loss, norm, chosen, rejected, margin, accuracy: {worst.max(axis=0)}")
+        assert (worst <= LIMITS).all(), name
+
+
+def layouts(world: int) -> dict[str, list[str]]:
+    """Return every strategy, by turns with two micro-batches whose gradients are held, and with four."""
+    return {
+        f"{name} × {world} / {count}": [
+            *words,
+            f"train.micro_batch_size={max(1, BATCH // world // count)}",
+            f"fsdp.accumulation={'hold' if count == 2 else 'reduce'}",
+        ]
+        for (name, words), count in zip(strategies(world).items(), (2, 4, 2, 4, 2), strict=False)
+    }
+
+
+def test_curves_agree_with_the_plain_loop(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
+    chosen = ("FULL_SHARD", "HYBRID_SHARD")  # all of them in the soak test
+    variants = {name: words for name, words in layouts(2).items() if name.split()[0] in chosen}
+    assert_agree(2, variants, recipe, batches, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_agrees_with_the_plain_loop(
+    world: int, recipe: Path, batches: list[Documents], tmp_path: Path
+) -> None:
+    context = {
+        f"context {size}": [f"parallel.context={size}", "train.micro_batch_size=2"]
+        for size in {2, world} - {1}
+        if world % size == 0
+    }
+    assert_agree(world, layouts(world) | context, recipe, batches, tmp_path)
+
+
+def test_all_keys_agree_with_the_plain_loop_on_one_rank(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
+    variants = {"chunked": ALL_KEYS, "plain": [*ALL_KEYS, "train.loss=plain"]}
+    assert_agree(1, variants, recipe, batches, tmp_path, 0.5, 0.1, 0.3)
+
+
+def test_a_resume_on_another_host_has_the_reference_of_the_start(recipe: Path, tmp_path: Path) -> None:
+    """Of a mixture, in micro-batches with pairs of both sources."""
+    path = recipe.parent / "pairs.jsonl"
+    sources = f"[{{path: {path}}}, {{path: {path}, name: first, max_rows: 60}}]"
+    overrides = ["data.path=null", f"data.sources={sources}", "train.micro_batch_size=4"]
+    words = {"recipe": str(recipe), "overrides": overrides, "emptied": str(tmp_path / "caches")}
+    (found,) = on_ranks(1, "preferences_resumed", tmp_path / "rank", **words)
+    assert found["resumed"] == found["curve"][2:]
+    held_out, again = found["held out"]
+    assert found["curve"][0][2:5] == pytest.approx([0, 0, 0], abs=1e-6), "the model is the reference"
+    assert held_out == again and held_out["margin"] == pytest.approx(
+        held_out["rewards_chosen"] - held_out["rewards_rejected"]
+    )
+    both = held_out["losses"]
+    assert set(both) == {"pairs", "first"} and min(both.values()) < held_out["loss"] < max(both.values())
+    assert found["passes"] == [4, 4, 4], "of the trained and the held-out pairs of each source, once"
+    assert "reference is missing or damaged" in found["refused"]
