@@ -23,7 +23,6 @@ import waits
 from torch.cuda._sanitizer import Access, EventHandler, zip_arguments
 
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.forecast.trace import HOST, Alloc, Event, Free, RecordEvent, Storage, Synchronize, WaitEvent
 from fsdptrain.parallel.world import HostCopy
 from fsdptrain.plan.plan import Plan
@@ -145,7 +144,7 @@ def races(plan: Plan, missing: str | None = None) -> list[str]:
             detector.read_on_host(copy._copy)
             return np.zeros(copy._copy.shape)
 
-        def commit(checkpointer: Checkpointer, step: int, skipped: int, staged: dict[str, Shard], *_: Any) -> None:
+        def commit(checkpointer: Checkpointer, step: int, state: Any, losses: Any, staged: Any, *_: Any) -> None:
             for shard in staged.values():
                 detector.read_on_host(shard.local)
 

@@ -34,6 +34,8 @@ from fsdptrain.checkpoint.save import Checkpointer, Staging
 from fsdptrain.dryrun import costs, dry_run, here, machine
 from fsdptrain.dryrun.findings import Findings
 from fsdptrain.dryrun.request import Request
+from fsdptrain.errors import RecipeError
+from fsdptrain.inference import opened
 from fsdptrain.model.recurrence import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
@@ -257,6 +259,13 @@ def recurrences(folder: Path) -> None:
     print("recurrences", rows.device, flush=True)
 
 
+def inferences(folder: Path) -> None:
+    """Open a folder as `eval` and `chat` do; it has no model."""
+    with contextlib.suppress(RecipeError):
+        opened._open(folder, opened.default_dtype(None), False)
+    print("inferences", flush=True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -264,7 +273,7 @@ def main() -> None:
     wanted = [*cuda_lines()]
 
     def run() -> None:
-        for scenario in (steps, trainers, validations, copies, recurrences):
+        for scenario in (steps, trainers, validations, copies, recurrences, inferences):
             (inside := folder / scenario.__name__).mkdir()
             scenario(inside)
 

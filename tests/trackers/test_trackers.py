@@ -200,7 +200,7 @@ def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, f
     follow(rundir, "wandb")
     (row,) = [call["values"] for call in calls(fakes, "wandb", "log")]
     assert {name for name in row if "/" in name} == {
-        "eval/loss", "eval/perplexity", "eval/tokens", "eval/losses/web", "eval/losses/code", "eval/1", "eval/2",
+        "eval/loss", "eval/tokens", "eval/losses/web", "eval/losses/code", "eval/1", "eval/2",
     }  # fmt: skip
     assert (row["eval/losses/code"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
