@@ -363,7 +363,7 @@ def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]])
                 raise InterruptedError
             return bool(save(done, wait))
 
-        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1)  # type: ignore[method-assign]
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, {})  # type: ignore[method-assign]
         exported = None
         with contextlib.suppress(InterruptedError):
             assert run.train() is None and run.export() is None and not [*left]
