@@ -129,7 +129,7 @@ def trainer_of(engine: Engine) -> Trainer:
     )  # fmt: skip
     corpus = PretendedCorpus(plan, EVALUATED * engine.world.size)
     stream = PretendedStream()
-    inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(corpus)), eval_corpus=corpus)
+    inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(corpus)), eval_corpus=corpus, prompts=[])
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = stops.MOST

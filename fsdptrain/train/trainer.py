@@ -375,10 +375,12 @@ class Trainer:
 
         A text ends before a token whose logits are not numbers.
         """
+        if not self.inputs.prompts:
+            return []
         plan, tokenizer, prompts = self.plan, self.inputs.tokenizer, self.inputs.prompts
         most, seq_len = plan.recipe.eval.max_new_tokens, plan.recipe.data.seq_len
         # A compiled model and ranks that share rows compute the shape of training, the others what is needed.
-        if prompts and not plan.compiles and plan.context == 1:
+        if not plan.compiles and plan.context == 1:
             seq_len = min(seq_len, -(-(max(map(len, prompts)) + most) // LENGTHS_OF_PROMPTS) * LENGTHS_OF_PROMPTS)
         written: list[list[int]] = [[] for _ in prompts]
         growing = [*range(len(prompts))]

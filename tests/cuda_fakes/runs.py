@@ -34,6 +34,7 @@ from fsdptrain.checkpoint.save import Checkpointer, Staging
 from fsdptrain.dryrun import costs, dry_run, here, machine
 from fsdptrain.dryrun.findings import Findings
 from fsdptrain.dryrun.request import Request
+from fsdptrain.model.recurrence import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
@@ -240,6 +241,22 @@ def copies(folder: Path) -> None:
     print("copies", tensors["a"].device, flush=True)
 
 
+def recurrences(folder: Path) -> None:
+    """Compute packed documents in the kernels of hybrid models, which get the documents."""
+    with FakeTensorMode():
+        rows, bounds = torch.empty(2, 6, 3, device=CUDA), torch.empty(5, dtype=torch.int32, device=CUDA)
+        for name, (_, argument) in BOUNDS.items():
+            got = dict[str, Any]()
+
+            def kernel(x: Any, got: dict[str, Any] = got, **options: Any) -> Any:
+                got.update(options)
+                return x
+
+            assert within_documents(kernel, name, bounds, rows).shape == rows.shape
+            assert got[argument].device.type == CUDA.type
+    print("recurrences", rows.device, flush=True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -247,7 +264,7 @@ def main() -> None:
     wanted = [*cuda_lines()]
 
     def run() -> None:
-        for scenario in (steps, trainers, validations, copies):
+        for scenario in (steps, trainers, validations, copies, recurrences):
             (inside := folder / scenario.__name__).mkdir()
             scenario(inside)
 
