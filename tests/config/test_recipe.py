@@ -1344,7 +1344,17 @@ def test_a_bad_reference_has_its_line(tmp_path: Path) -> None:
 def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
     """Return where a value violates a JSON Schema. Only the keywords of the recipe's schema are known; others raise."""
     unknown = schema.keys() - {
-        *("$schema", "title", "description", "default", "type", "properties", "required", "additionalProperties"),
+        *(
+            "$schema",
+            "$id",
+            "title",
+            "description",
+            "default",
+            "type",
+            "properties",
+            "required",
+            "additionalProperties",
+        ),
         *("items", "enum", "const", "anyOf", "minimum", "exclusiveMinimum", "maximum", "pattern"),
     }
     assert not unknown, unknown

@@ -105,7 +105,7 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
     board.Reload()
     losses = [event["loss"] for event in events(finished[0] / "run", "step")]
     assert [scalar.value for scalar in board.Scalars("step/loss")] == pytest.approx(losses)
-    shown = [tensor.tensor_proto.string_val[0].decode() for tensor in board.Tensors("generated/0")]
+    shown = [tensor.tensor_proto.string_val[0].decode() for tensor in board.Tensors("generated/1")]
     generated = [event["texts"][0] for event in events(finished[0] / "run", "generated")]
     assert len(shown) == 3 and all(
         line in text for text, made in zip(shown, generated, strict=True) for line in made.splitlines()

@@ -194,15 +194,15 @@ def test_a_tracker_that_forgets_gets_all_again_without_what_was_undone(
 def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, fakes: Path) -> None:
     rundir = run_folder(tmp_path)
     with contextlib.closing(Reporter(rundir)) as reporter:
-        fields = {"losses": {"web": 1.5, "code": {"py": 2.5}}, "by_rank": [1, 2], "ok": True, "digest": "ab"}
+        fields = {"losses": {"web": 1.5, "code": 2.5}, "by_rank": [1, 2], "ok": True, "digest": "ab"}
         texts = {"prompts": ["Who?", "Why?"], "texts": ["Me.", "Because."]}
         reporter.event("eval", **sample("eval", step=1, **fields, **texts))
     follow(rundir, "wandb")
     (row,) = [call["values"] for call in calls(fakes, "wandb", "log")]
     assert {name for name in row if "/" in name} == {
-        "eval/loss", "eval/perplexity", "eval/tokens", "eval/losses/web", "eval/losses/code/py", "eval/1", "eval/2",
+        "eval/loss", "eval/perplexity", "eval/tokens", "eval/losses/web", "eval/losses/code", "eval/1", "eval/2",
     }  # fmt: skip
-    assert (row["eval/losses/code/py"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
+    assert (row["eval/losses/code"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"id": 1}', '{"id": "a", "offset": -1}', None])
