@@ -302,7 +302,7 @@ def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) ->
                 run = build(recipe, overrides)
             assert varlen.used_by(run.engine.model) == (reason is None)
             made = curve(run, steps)
-            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())])
+            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())[:2]])
     return found
 
 
