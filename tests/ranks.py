@@ -302,7 +302,7 @@ def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) ->
                 run = build(recipe, overrides)
             assert varlen.used_by(run.engine.model) == (reason is None)
             made = curve(run, steps)
-            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())])
+            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())[:2]])
     return found
 
 
@@ -363,7 +363,7 @@ def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]])
                 raise InterruptedError
             return bool(save(done, wait))
 
-        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1)  # type: ignore[method-assign]
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, {})  # type: ignore[method-assign]
         exported = None
         with contextlib.suppress(InterruptedError):
             assert run.train() is None and run.export() is None and not [*left]

@@ -173,7 +173,7 @@ class Corpus(EncodedRows):
         return dataclasses.replace(
             self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
             pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
-            labels=np.zeros_like(lengths),
+            labels=np.zeros_like(lengths), paired=False,
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:

@@ -193,13 +193,17 @@ class Encoder:
             yield ids, counts
 
 
+def renders_chat(tokenizer: Any, data: Data | None) -> bool:
+    """Return whether a chat template renders prompts; None or preferences, which may be texts: if there is one."""
+    return data.format.is_chat if data and not data.format.is_paired else tokenizer.chat_template is not None
+
+
 def prompt_tokens(tokenizer: Any, messages: list[Message], data: Data | None, day: date | None = None) -> list[int]:
     """Return the tokens behind which a model that was trained on rows of `data` answers the last of the messages.
 
-    Only a chat template renders the messages before it. `data` None: the template is used if there is one. Raises
-    DataError if it rejects them.
+    Only a chat template renders the messages before it. Raises DataError if it rejects them.
     """
-    if data.format.is_chat if data else tokenizer.chat_template is not None:
+    if renders_chat(tokenizer, data):
         text = ConversationRenderer(tokenizer, data or Data(), day).prompt(messages)
         return [*tokenizer(text, add_special_tokens=False).input_ids]
     text = messages[-1]["content"] + (data.separator if data else "")

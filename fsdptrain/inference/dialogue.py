@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, TextStreamer
 
-from fsdptrain.data.encode import end_tokens, prompt_tokens
+from fsdptrain.data.encode import end_tokens, prompt_tokens, renders_chat
 from fsdptrain.data.turns import Message
 from fsdptrain.errors import RecipeError
 from fsdptrain.inference.opened import OpenedModel
@@ -39,8 +39,7 @@ class Dialogue:
     def __init__(self, opened: OpenedModel, sampling: Sampling) -> None:
         """Begin a conversation; the seed is set once, so that the same inputs get the same answers."""
         self.opened, self.sampling = opened, sampling
-        data, template = opened.data, opened.tokenizer.chat_template
-        self.is_chat = data.format.is_chat if data else template is not None
+        self.is_chat = renders_chat(opened.tokenizer, opened.data)
         self.messages: list[Message] = []
         torch.manual_seed(sampling.seed)
 

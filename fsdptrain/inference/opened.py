@@ -49,7 +49,7 @@ class OpenedModel:
 
     def day(self, data: Data | None) -> datetime.date | None:
         """Return the date that the chat template renders: for rows as the run trained on, that of the run."""
-        if self.plan and data and data.format.is_chat:
+        if self.plan and data and data.format.renders_chat:
             return pin_date(self.plan, self.tokenizer, self.rundir, keep=False)
         return datetime.datetime.now().date() if "strftime_now" in str(self.tokenizer.chat_template) else None
 

@@ -102,13 +102,18 @@ def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     seq_len = read_as.seq_len or (opened.data.seq_len if opened.data else None)
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN, position_limit(opened.model.config) or DEFAULT_SEQ_LEN)
-    if opened.data and read_as.form is None:
+    if opened.data and read_as.form is None and not opened.data.format.is_paired:
         columns = opened.data.columns | read_as.columns
         return dataclasses.replace(opened.data, seq_len=seq_len, columns=columns)
     likely = guess_format([*column_names(place), *read_as.columns])  # fields that are named, too
     if read_as.form is None and likely is None:
         raise unknown_columns_error(place)
     form = likely[0] if likely and read_as.form is None else next(each for each in Format if each == read_as.form)
+    if form.is_paired:
+        raise RecipeError(
+            f"{place} has two answers in a row: say which is read, such as --format prompt_completion --column "
+            "completion=chosen"
+        )
     columns = likely[1] if likely and likely[0] is form else {}
     data = Data(format=form, columns={**columns, **read_as.columns}, seq_len=seq_len)
     if form.is_chat and opened.tokenizer.chat_template is None:
