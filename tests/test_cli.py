@@ -22,14 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-import yaml
 from pseudo_terminal import run_on_terminal
 from support import ROOT, environment, fsdptrain
 
 from fsdptrain.cli import app
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek
 from fsdptrain.data.starter import read_starter
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
@@ -184,21 +182,16 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
     odd.write_text('{"id": 5, "frage": "a", "antwort": "b"}\n')
     with pytest.raises(DataError, match=r"data\.columns .* columns: \{prompt: frage, completion: antwort\}"):
         read_starter([str(odd)], "org/name", dest)
-    for row, keys in (
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{format: prompt_completion, columns: {completion: chosen}}"),
-        ({"chosen": TALK, "rejected": TALK}, "{format: chat, columns: {messages: chosen}}"),
-    ):
-        odd.write_text(json.dumps(row) + "\n")
-        with pytest.raises(DataError, match="preference data") as refused:
-            read_starter([str(odd)], "org/name", dest)
-        assert keys in str(refused.value)
-        read_as = yaml.safe_load(keys)
-        data = Data(**read_as | {"format": Format(read_as["format"])})
-        assert len(peek(str(odd), data)[1]) == 1, "the data is read as the message says"
+    for pair in ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"chosen": TALK, "rejected": TALK}):
+        odd.write_text(json.dumps(pair) + "\n")
+        dest.write_text(read_starter([str(odd)], "org/name", dest).text({}))
+        recipe = load(dest).recipe
+        assert (recipe.data.format, recipe.train.objective) == (Format.preference, "dpo")
     for label, answer in (("label", "completion"), ("kto_tag", "answer")):
         odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))
         with pytest.raises(
-            DataError, match=rf"preference data \({label}: .* KTO.* keep the rows in which {label} is true"
+            DataError,
+            match=rf"preference data without pairs \({label}: .* KTO.* keep the rows in which {label} is true",
         ):
             read_starter([str(odd)], "org/name", dest)
     odd.write_text('{"prompt": "a", "completion": "b", "label": "greeting"}\n')

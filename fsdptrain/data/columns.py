@@ -165,7 +165,7 @@ def unknown_columns_error(path: DataPath) -> DataError:
     row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
-    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists)]
+    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
     form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
     example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
     formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)

@@ -50,7 +50,7 @@ data:
 {fsdp}
 optim: {{lr: 2e-5}}
 train:
-  epochs: {epochs}
+{objective}  epochs: {epochs}
   global_batch_size: {batch} # sequences of one optimizer step, over all ranks
   micro_batch_size: {micro} # sequences that a rank computes at a time
 checkpoint: {{every: {checkpoint}}} # steps
@@ -97,6 +97,7 @@ class Starter:
             strategies=", ".join(Strategy),
             recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
             fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            objective="  objective: dpo # learn which of two answers is preferred\n" * self.read_as.format.is_paired,
             epochs=keys.get("train.epochs", 1),
             batch=keys.get("train.global_batch_size", 64),
             micro=keys.get("train.micro_batch_size", 1),
