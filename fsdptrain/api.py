@@ -109,7 +109,10 @@ def _command(*words: str) -> None:
     """Run a command of fsdptrain and print its output; raise what it reports as the exception of its exit code."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "fsdptrain", *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
+        # In a session of its own: Ctrl-C at a terminal would reach it, too, and a second signal stops it at once.
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as child:
             assert child.stdout is not None
             try:
                 for line in child.stdout:
