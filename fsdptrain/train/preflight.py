@@ -130,10 +130,10 @@ def check_size(plan: Plan, config: PreTrainedConfig, available: int) -> None:
     It is predicted from models with a few layers, because building all of them may take an hour.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers < 1:
+        return
     measured: list[tuple[int, int]] = []  # layers, bytes
-    for sample in SAMPLES if isinstance(layers, int) else ():
-        if sample > layers:
-            return
+    for sample in SAMPLES if layers > SAMPLES[-1] else (layers,):
         try:
             measured.append((sample, skeleton_bytes(with_layers(config, sample), plan)))
         except RecipeError as error:

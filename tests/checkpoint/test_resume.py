@@ -41,7 +41,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any
         model = {"config": config, "init": "random"} if config else {"id": str(tmp / "model")}
         recipe = write_recipe(
             tmp, model={**model, "tokenizer": {"train": 512}}, train__steps=STEPS,
-            train__global_batch_size=BATCH, fsdp__activation_checkpointing="full" if config else "none",
+            train__global_batch_size=BATCH, train__micro_batch_size=2,
+            fsdp__activation_checkpointing="full" if config else "none",
             fsdp__mixed_precision={"param_dtype": "bfloat16" if config else "float32"},
         )  # fmt: skip
         made[name] = (
@@ -76,7 +77,7 @@ def test_dropout_does_not_change_the_samples(saved: Any) -> None:
     [
         (1, []),
         (3, ["fsdp.strategy=SHARD_GRAD_OP"]),
-        (4, ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]),
+        (4, ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2", "train.micro_batch_size=1"]),
     ],
 )
 def test_another_world_size_continues_with_the_same_samples(
@@ -119,7 +120,7 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
     sizes = TINY | {"hidden_size": 256, "intermediate_size": 300, "num_hidden_layers": 1}
     recipe = write_recipe(  # rows of 256 and 300 values: some are whole blocks of 8-bit values
         tmp_path, model__config={"model_type": "llama", **sizes}, data__seq_len=32,
-        optim__lr=1e-3, train__steps=4, train__global_batch_size=12,
+        optim__lr=1e-3, train__steps=4, train__global_batch_size=12, train__micro_batch_size=2,
     )  # fmt: skip
     variants = {name: [*f"optim.name={name}".split(), f"output_dir={tmp_path / name}"] for name in names}
     words = {"recipe": str(recipe), "variants": variants, "steps": 4}

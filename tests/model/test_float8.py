@@ -180,7 +180,8 @@ def test_the_forecast_counts_each_product_in_float8_once(words: dict[str, Any], 
 def trained(steps: int, tmp: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `ranks.in_float8` finds on one rank in rowwise float8, and on two: without it, with it, and `more`."""
     recipe = write_recipe(
-        tmp, fsdp={}, optim__lr=2e-3, train__steps=steps, checkpoint={"every": None}, train__compile=False,
+        tmp, fsdp={}, optim__lr=2e-3, train__steps=steps, train__micro_batch_size=2, checkpoint={"every": None},
+        train__compile=False,
     )  # fmt: skip
     kinds = {"bf16": []} | {kind: [f"train.float8={kind}"] for kind in KINDS}
     kinds |= {words: ["train.float8=rowwise", words] for words in more}

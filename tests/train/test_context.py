@@ -34,7 +34,7 @@ LIMIT = 1e-6  # relative, in float32
 TWO, FOUR = "parallel.context=2", "parallel.context=4"
 LAYOUTS = {  # of four ranks: the models have four query heads and two key heads
     "4, more than key heads; recomputed selectively": [FOUR, "fsdp.activation_checkpointing=selective"],
-    "2, accumulated": [TWO, "train.micro_batch_size=2", "fsdp.accumulation=hold"],
+    "2, accumulated": [TWO, "fsdp.accumulation=hold"],
 }
 MORE_LAYOUTS = {
     "2, recomputed": [TWO, "fsdp.activation_checkpointing=full"],
@@ -52,7 +52,7 @@ OPTIONS = {  # of two ranks
 MORE_OPTIONS = {
     "LoRA": ["adapter.kind=lora", *ADAPTER],
     "not packed": ["data.packing=none"],
-    "one stream": ["data.packing=concat", "train.micro_batch_size=2"],
+    "one stream": ["data.packing=concat"],
     "frozen": ["model.trainable=[layers.2]"],
     "8-bit state": ["optim.name=adamw_8bit"],
 }
@@ -70,7 +70,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(mistral).save_pretrained(tmp / "mistral")
     return write_recipe(
         tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
-        train__steps=STEPS, train__global_batch_size=BATCH,
+        train__steps=STEPS, train__global_batch_size=BATCH, train__micro_batch_size=2,
     )  # fmt: skip
 
 
