@@ -20,7 +20,7 @@ from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.folder.ownership import CARD, WEIGHTS, Stamps, file_stamps
-from fsdptrain.folder.records import Record, Tail
+from fsdptrain.folder.records import Record, Tail, shares_of
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import HubData, Plan
 
@@ -50,7 +50,7 @@ def write_cards(folder: Path, what: Exported, origin: Origin, sums: dict[str, st
 
 
 def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool) -> ModelCard:
-    plan, recipe = what.plan, what.plan.recipe
+    plan, recipe, newest = what.plan, what.plan.recipe, _newest(origin)
     metadata = ModelCardData(
         base_model=_published(recipe.model.id),
         base_model_relation=("adapter" if is_adapter else "finetune") if _published(recipe.model.id) else None,
@@ -62,8 +62,8 @@ def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool
     parts = {
         "How to load it": _loading(is_adapter, what.runs_own_code),
         "Licence": LICENCE,
-        "Results": "\n".join(_results(origin)),
-        "Data": "\n".join(_data(plan, origin.identity)),
+        "Results": "\n".join(_results(origin.step, newest)),
+        "Data": "\n".join(_data(plan, origin.identity, newest.get("start", {}))),
         "Recipe": "```yaml\n" + "\n".join(_changed_keys(plan)) + "\n```",
         "Versions": ", ".join(f"{name} {version}" for name, version in _versions(plan).items()),
         "Files": "\n".join(["SHA-256 of the weights:", "", *_digests(sums)]),
@@ -102,25 +102,32 @@ def _loading(is_adapter: bool, runs_own_code: bool) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _results(origin: Origin) -> Iterator[str]:
-    """Yield the newest losses up to the step of the export, one line each."""
+def _newest(origin: Origin) -> dict[str, Record]:
+    """Return the newest start, step and evaluation of the run up to the step of the export."""
     newest: dict[str, Record] = {}
     for record in Tail(origin.rundir.metrics, from_end=False).read():
-        if record["event"] in ("step", "eval") and record["step"] <= origin.step:
+        if record["event"] in ("start", "step", "eval") and record.get("step", 0) <= origin.step:
             newest[record["event"]] = record
-    yield f"- {origin.step:,} steps"
+    return newest
+
+
+def _results(step: int, newest: dict[str, Record]) -> Iterator[str]:
+    """Yield the steps and the losses, one line each."""
+    yield f"- {step:,} steps"
     for kind, name in (("step", "training loss"), ("eval", "held-out loss")):
         if found := newest.get(kind):
             yield f"- {name} {found['loss']:.4f} (after step {found['step']:,})"
 
 
-def _data(plan: Plan, identity: dict[str, Any]) -> Iterator[str]:
+def _data(plan: Plan, identity: dict[str, Any], start: Record) -> Iterator[str]:
     """Yield the data, without the folders of this machine, and the SHA-256 that a resume compares."""
     paths = {"trained on": (plan.data_path, DATA_KEY), "held out": (plan.eval_path, HELD_OUT_KEY)}
     for what, (path, key) in paths.items():
         names = [place if is_hub_data(place) else Path(place).name for place in places(path)]
         if names:
             yield f"- {what}: {', '.join(f'`{name}`' for name in names)}{_digest(identity, key)}"
+    if shares := shares_of(start):
+        yield f"- shares of the tokens: {shares}"
     if plan.eval_path is None and plan.recipe.data.eval:
         yield f"- held out: {plan.recipe.data.eval['fraction']:g} of it"
     for key, name in ((TOKENIZER_KEY, "tokenizer"), (BASE_KEY, "weights of the base model")):

@@ -393,6 +393,11 @@ class Stream:
         counts = self.order.counts(positions)
         return [count / len(part) for count, part in zip(counts, self.corpus.parts, strict=True)]
 
+    def token_shares(self) -> list[float]:
+        """Return the share of each source in the tokens that are read, without padding."""
+        tokens = [share * part.fill() for share, part in zip(self.order.shares, self.corpus.parts, strict=True)]
+        return [each / sum(tokens) for each in tokens]
+
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the sequences at these positions; see `Corpus.batch`."""
         return self.corpus.batch(self.at(positions))

@@ -197,7 +197,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
     """
     positions = plan.total_steps(len(stream)) * plan.recipe.train.global_batch_size
     parts, shares = stream.corpus.parts, stream.order.shares
-    tokens = [share * part.fill() for share, part in zip(shares, parts, strict=True)]
+    token_shares = stream.token_shares()
     trained = [share * float(part.labels.mean()) for share, part in zip(shares, parts, strict=True)]
     return [
         {
@@ -206,7 +206,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
             "sequences": len(part),
             "fill": part.fill(),
             "share": shares[i] / sum(shares),
-            "token_share": tokens[i] / sum(tokens),
+            "token_share": token_shares[i],
             "trained_share": trained[i] / sum(trained),
             "sequences_read": stream.order.counts(positions)[i],
             "times_read": stream.reads(positions)[i],

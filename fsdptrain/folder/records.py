@@ -505,6 +505,13 @@ def last_kept(resumed: int) -> int:
     return resumed or -1
 
 
+def shares_of(start: Record) -> str:
+    """Return the sources of a mixture with their shares of the tokens; empty if the `start` event names none."""
+    shares = data.get("shares") if isinstance(data := start.get("data"), dict) else None
+    found = shares.items() if isinstance(shares, dict) else ()
+    return ", ".join(f"{name} {share:.1%}" for name, share in found if NUMBER.fits(share))
+
+
 def waits_for_slow_ranks(start: Record | None) -> bool:
     """Return whether a slow rank is worth a line on the screen: on one host's CPU it is other work on that host."""
     return start is None or start["device"] != "cpu" or "hosts" in start

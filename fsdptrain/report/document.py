@@ -19,7 +19,7 @@ from rich.console import Console
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.folder.files import shipped, write_atomically
-from fsdptrain.folder.records import EVENTS, NUMBER, Record
+from fsdptrain.folder.records import EVENTS, Record, shares_of
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
@@ -149,8 +149,8 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     )
     if path := recipe.get("data.path"):
         yield "data", as_yaml(path), ""
-    if isinstance(shares := start.get("data", {}).get("shares"), dict):
-        yield "shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if NUMBER.fits(share)), ""
+    if shares := shares_of(start):
+        yield "shares", shares, ""
     yield "sequences", f"{start['blocks']:,} of {start['seq_len']:,} tokens", f"{1 - start['fill']:.1%} padding"
     hosts = {*start.get("hosts", [start["host"]])}
     where = counted(len(hosts), "host") if len(hosts) > 1 else f"host {start['host']}"

@@ -446,6 +446,13 @@ def report_start(
         print(f"the first row{of}, trained parts in ⟦ ⟧:\n{corpus.show(inputs.tokenizer)}\n", flush=True)
 
 
+def source_shares(plan: Plan, stream: Stream) -> dict[str, dict[str, float]]:
+    """Return the shares of a mixture's sources in the tokens that are read, by name, under `shares`."""
+    if not plan.recipe.data.sources:
+        return {}
+    return {"shares": {s.name: share for s, share in zip(plan.sources, stream.token_shares(), strict=True)}}
+
+
 def start_fields(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
@@ -476,7 +483,7 @@ def start_fields(
         "blocks": len(stream),
         "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
-        "data": stream.corpus.notes,
+        "data": {**stream.corpus.notes, **source_shares(plan, stream)},
         "notes": [note for note in notes if note],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -261,6 +261,10 @@ def test_validate_says_what_is_read_of_each_source(trained: Path) -> None:
     assert sum(each["trained_share"] for each in (verse, maths)) == pytest.approx(1)
     assert "⟦" in verse["example"] and maths["lengths"]["longest"] > 64
     assert data["rows"] == verse["rows"] + maths["rows"] == 200
+    shares = events(trained.parent / "run", "start")[0]["data"]["shares"]
+    assert shares == {"verse": verse["token_share"], "maths": maths["token_share"]}
+    card = (trained.parent / "run/export/README.md").read_text()
+    assert f"- shares of the tokens: verse {shares['verse']:.1%}, maths {shares['maths']:.1%}\n" in card
 
 
 def test_an_error_names_its_source(tmp_path: Path) -> None:
