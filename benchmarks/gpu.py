@@ -22,11 +22,13 @@ the table goes to `--folder` unless `--table` is given. The verdicts:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -36,9 +38,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import gpu_checks as checks
 import gpu_shipped as shipped
+import psutil
 from common import ROOT, describe_machine, run_ranks
 from gpu_archive import archive, collect
 from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
@@ -113,15 +117,25 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fsdptrain-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    collect(folder)
+    signal.signal(signal.SIGTERM, end_of_job)
     print(f"{describe_machine()}\n{folder}: recipes, runs and logs\n", flush=True)
     try:
+        collect(folder)
         wrong = make_table(options, folder)
-    finally:  # also after an error, or Ctrl-C
+    finally:  # also after an error, Ctrl-C or SIGTERM
+        archive(folder)  # at once: a job that ends may have seconds left
         collect(folder)  # again: what the driver has reported meanwhile
         print(f"logs, figures, profiles and the machine: {archive(folder)}", flush=True)
     if wrong:
         sys.exit(f"not as it should be: {', '.join(wrong)}")
+
+
+def end_of_job(*_: object) -> NoReturn:
+    """Kill what the checks have started, and leave as at Ctrl-C: for SIGTERM, which only this process may get."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    raise KeyboardInterrupt
 
 
 def make_table(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -202,7 +216,7 @@ def run_checks(chosen: dict[str, Check], setting: Setting, lanes: int = 1) -> It
         for future in as_completed(futures):
             yield from future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C the next check must not begin
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the next check must not begin
 
 
 def run_check(name: str, check: Check, setting: Setting, lanes: int = 1) -> list[Row]:

@@ -315,11 +315,25 @@ def test_the_busy_time_counts_overlapping_kernels_once(script: Any) -> None:
     assert device.union([]) == 0.0
 
 
-def test_a_recipe_of_the_script_is_a_recipe(script: Any, tmp_path: Path) -> None:
-    from fsdptrain.config.reader import load
+def test_the_end_of_a_job_ends_the_checks_and_leaves_the_archive(tmp_path: Path) -> None:
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+        import os, signal, subprocess, gpu
 
-    setting = dataclasses.replace(a_setting(script, tmp_path), tiny=False)
-    for shape in script.checks.SHAPES:
-        recipe = load(script.checks.speed_recipe(shape, setting, 40)).recipe
-        assert recipe.data.seq_len == 4096 and recipe.launch.nproc_per_node == 1
-    assert json.loads((tmp_path / "speed-3B.yaml").read_text())["fsdp"]["activation_checkpointing"] == "full"
+        def check(setting):
+            child = subprocess.Popen(["sleep", "600"])
+            setting.log.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            child.wait()
+            raise RuntimeError
+
+        gpu.CHECKS = {{"begun": gpu.Check(check, 900, alone=False)}}
+        gpu.find_setting = lambda _, folder, tiny: gpu.Setting(folder, {{"device": "cpu", "gpus": 0}}, tiny)
+        gpu.collect = lambda folder: (folder / "again.log").touch() if (folder / "begun.log").exists() else None
+        gpu.main()
+    """
+    command = [sys.executable, "-c", code, "--folder", tmp_path / "made"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode and "KeyboardInterrupt" in done.stderr
+    with tarfile.open(tmp_path / "made.tar.gz") as archive:
+        assert {"made/begun.log", "made/again.log"} <= {*archive.getnames()}
