@@ -21,6 +21,7 @@ import torch
 from plan.test_gpus import write_nvidia_smi
 from support import ROOT, environment
 
+from fsdptrain.forecast import timing
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.text import GIB
 
@@ -179,6 +180,8 @@ def test_verdicts(script: Any) -> None:
     assert checks.against("what", 0.5, 0.012, "eager").verdict == "WRONG"
     assert checks.forecasted("what", 100e9, 101e9, 0.02).verdict == "ok"
     assert checks.forecasted("what", 100e9, 103e9, 0.02).verdict == "WRONG"
+    forecast = {"step_s": 1.0, "step_s_range": [0.9, 1.1]}
+    assert [checks.timed("", forecast, step_s, True).verdict for step_s in (1.09, 1.11, 0.89)] == ["ok", *2 * ["WRONG"]]
     curves = {
         "first": [[2.0, 1.0], [1.0, 1.0]],
         "same": [[2.0, 1.0], [1.0, 1.0]],
@@ -215,15 +218,16 @@ def test_the_measured_fields_of_a_card_can_be_put_into_its_row(
     made: dict[str, Any] = {
         "rates": {"flops": 7e14, "bytes": 3e12},
         "attention_rates": [
-            rates | {"kind": "causal"}, rates | {"kind": "masked", "forward": 1e14},
-            rates | {"kernel": "varlen", "kind": "varlen"}, {"kernel": "cudnn", "kind": "causal", "why": "not built"},
-            rates | {"kernel": "new", "kind": "causal"},
+            rates | {"kind": "causal", "forward": 1e14}, rates | {"kernel": "efficient", "kind": "causal"},
+            rates | {"kernel": "varlen", "kind": "causal"}, rates | {"kernel": "varlen FA3", "kind": "packed"},
+            {"kernel": "varlen FA3", "kind": "causal", "forward": 5e14, "backward": 2e14},
+            {"kernel": "cudnn", "kind": "causal", "why": "not built"}, rates | {"kernel": "new", "kind": "causal"},
         ],
         "step": {"idle": 0.1, "memory": {"allocated": 2 * GIB, "reserved": 3 * GIB, "outside": GIB}},
         "bandwidths": {"all-gather": 3e11, "reduce-scatter": 3.2e11, "all-reduce": 3.4e11},
     }  # fmt: skip
     card = KNOWN["h100-80gb"]
-    forecast = {"peak_bytes": 2 * GIB, "reserved_bytes": 3 * GIB, "overhead_bytes": card.context, "step_s": 1.0}
+    forecast = {"peak_bytes": 2 * GIB, "reserved_bytes": 3 * GIB, "overhead_bytes": card.context}
     monkeypatch.setattr(script.Setting, "job", lambda self, name, *_, **__: made[name])
     monkeypatch.setattr(script.Setting, "command", lambda *_: (0, json.dumps(forecast)))
     names = ["rates", "attention", "forecast-1B", "bandwidths"]
@@ -233,11 +237,11 @@ def test_the_measured_fields_of_a_card_can_be_put_into_its_row(
     seconds, figures = script.remarks(setting)
     assert seconds.startswith("Seconds: rates ") and "`h100-80gb`" in figures
     fields = eval(f"dict({figures.split('`')[-2]})", {"int": int, "GIB": GIB})
-    assert fields == {
-        "memory_share": 0.9, "attention_share": {"flash": (0.3, 0.2), "varlen": (0.3, 0.2)}, "context": GIB,
-        "intra_bw": 3.2e11,
-    }  # fmt: skip
-    assert dataclasses.replace(card, **fields).attention_share["varlen"] == (0.3, 0.2)
+    shares = {**card.attention_share, "flash": (0.3, 0.2), "FA3": (0.51, 0.2)}  # what was not measured stays
+    assert fields == {"memory_share": 0.9, "attention_share": shares, "context": GIB, "intra_bw": 3.2e11}
+    measured = dataclasses.replace(card, **fields)
+    for kernel, share in shares.items():  # by what varlen is timed
+        assert timing._attention_share("torch_attn::_varlen_attn", measured.with_attention(kernel)) == share[0]
 
 
 def test_other_implementations_of_flash_attention_are_measured(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +260,9 @@ def test_other_implementations_of_flash_attention_are_measured(script: Any, monk
     monkeypatch.setattr(
         ranks, "device_of", lambda name: SimpleNamespace(seconds=lambda work: float(work() is not None))
     )
-    built_in, third, fourth = ranks.attention_rates("cpu", tiny=True)
-    assert third == {"kernel": "varlen FA3", "kind": "varlen", "why": "OSError('no such symbol')"}
-    assert fourth["kernel"] == "varlen FA4" and fourth.keys() == built_in.keys() and fourth["backward"] > 0
+    built_in, packed, third, *fourth = ranks.attention_rates("cpu", tiny=True)
+    assert third == {"kernel": "varlen FA3", "kind": "causal", "why": "OSError('no such symbol')"}
+    assert fourth == [row | {"kernel": "varlen FA4"} for row in (built_in, packed)] and packed["backward"] > 0
     assert not active and ranks.flash.active() is None
 
 
