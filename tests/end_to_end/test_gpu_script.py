@@ -70,10 +70,9 @@ def test_gpus_that_torch_does_not_see_end_the_script_before_a_check(tmp_path: Pa
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
     rows = run_script(tmp_path, timeout=1800)
     assert {row[2] for row in rows} == {"needs a GPU"}
-    failed = {row[0] for row in rows if row[1] == "failed"}
-    assert (
-        failed == set() if importlib.util.find_spec("accelerate") else failed == {"1B, the Trainer", "3B, the Trainer"}
-    )
+    failed = [row[0] for row in rows if row[1] == "failed"]
+    trainers = [row[0] for row in rows if "the Trainer" in row[0]]
+    assert len(trainers) == 4 and failed == ([] if importlib.util.find_spec("accelerate") else trainers)
 
 
 def test_the_table_of_the_repository_is_not_that_of_a_cpu() -> None:
