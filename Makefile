@@ -108,9 +108,9 @@ bench: install
 profile: install
 	$(BIN)/python benchmarks/step.py
 
-# On a machine with GPUs: what only a GPU can show, in about 25 minutes; the table goes into docs/gpu.md.
+# On a machine with GPUs: what only a GPU can show, in about 33 minutes; the table goes into docs/gpu.md.
 gpu: $(if $(wildcard .venv/installed),,.venv/least)
-	-$(BIN)/python -m pip install --quiet --retries 0 --timeout 5 accelerate bitsandbytes peft
+	-$(BIN)/python -m pip install --quiet --retries 0 --timeout 5 accelerate bitsandbytes peft torchao
 	$(BIN)/python benchmarks/gpu.py
 
 # What `make gpu` needs and no more: nothing is downloaded where the machine has all of it.

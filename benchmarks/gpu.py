@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py [--only NAME …] [--tiny] [--device cpu] [--table FILE] [--folder FOLDER] [--list]
 
-It should take about 25 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
-Several GPUs add the checks that need them. The table goes to the screen while the checks run, and after each line into
-docs/gpu.md, and the figures for the card's row in plan/hardware.py as well. A check that raises, or that takes longer
-than its limit, becomes a line "failed: …". Recipes, runs and the output of everything that is started are in
-`--folder`; at the end logs, figures, profiles and what is known of the machine are in one archive beside it.
+It should take about 33 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
+Several GPUs add the checks that need them, 3 minutes. The table goes to the screen while the checks run, and after each
+line into docs/gpu.md, and the figures for the card's row in plan/hardware.py as well. A check that raises, or that
+takes longer than its limit, becomes a line "failed: …". Recipes, runs and the output of everything that is started are
+in `--folder`; at the end logs, figures, profiles and what is known of the machine are in one archive beside it.
 
 On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
 the table goes to `--folder` unless `--table` is given. The verdicts:
@@ -22,11 +22,13 @@ the table goes to `--folder` unless `--table` is given. The verdicts:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -36,9 +38,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import gpu_checks as checks
 import gpu_shipped as shipped
+import psutil
 from common import ROOT, describe_machine, run_ranks
 from gpu_archive import archive, collect
 from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
@@ -75,15 +79,16 @@ CHECKS = {  # those alone run in this order: `forecast` uses the run of `speed`
     "curves": Check(checks.check_curves, 240, alone=False),
     "compile": Check(checks.check_compile, 180, alone=False),
     "syncs": Check(checks.check_syncs, 180, alone=False),
-    "speed-1B": Check(functools.partial(checks.check_speed, "1B"), 240),
+    "speed-1B": Check(functools.partial(checks.check_speed, "1B"), 400),
     "forecast-1B": Check(functools.partial(checks.check_forecast, "1B"), 180),
-    "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 300),
+    "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 500),
     "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
-    "8B": Check(functools.partial(shipped.check_shipped, "8B", {}), 420),
+    **{
+        name: Check(functools.partial(shipped.check_shipped, variants), 420 * len(variants), 1 + (name == "8B-nccl"))
+        for name, variants in shipped.VARIANTS.items()
+    },
     "8B-saves": Check(shipped.check_shipped_saves, 600),
     "8B-qlora": Check(shipped.check_shipped_qlora, 420),
-    "8B-muon": Check(functools.partial(shipped.check_shipped, "8B-muon", {"optim__name": "muon"}), 420),
-    "8B-8bit": Check(functools.partial(shipped.check_shipped, "8B-8bit", {"optim__name": "adamw_8bit"}), 420),
     "8B-profile": Check(shipped.check_profile, 300),
     "checkpoint": Check(checks.check_checkpoint, 180),
     "repeated": Check(checks.check_repeated, 240, alone=False),
@@ -113,15 +118,25 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fsdptrain-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    collect(folder)
+    signal.signal(signal.SIGTERM, end_of_job)
     print(f"{describe_machine()}\n{folder}: recipes, runs and logs\n", flush=True)
     try:
+        collect(folder)
         wrong = make_table(options, folder)
-    finally:  # also after an error, or Ctrl-C
+    finally:  # also after an error, Ctrl-C or SIGTERM
+        archive(folder)  # at once: a job that ends may have seconds left
         collect(folder)  # again: what the driver has reported meanwhile
         print(f"logs, figures, profiles and the machine: {archive(folder)}", flush=True)
     if wrong:
         sys.exit(f"not as it should be: {', '.join(wrong)}")
+
+
+def end_of_job(*_: object) -> NoReturn:
+    """Kill what the checks have started, and leave as at Ctrl-C: for SIGTERM, which only this process may get."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    raise KeyboardInterrupt
 
 
 def make_table(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -202,7 +217,7 @@ def run_checks(chosen: dict[str, Check], setting: Setting, lanes: int = 1) -> It
         for future in as_completed(futures):
             yield from future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C the next check must not begin
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the next check must not begin
 
 
 def run_check(name: str, check: Check, setting: Setting, lanes: int = 1) -> list[Row]:

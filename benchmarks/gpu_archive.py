@@ -51,7 +51,8 @@ def collect(folder: Path) -> None:
 def archive(folder: Path) -> Path:
     """Write logs, figures, recipes, profiles and facts of the machine into FOLDER.tar.gz; return its path."""
     path = folder.with_name(f"{folder.name}.tar.gz")
-    with tarfile.open(path, "w:gz") as packed:
+    new = path.with_name(f".{path.name}")
+    with tarfile.open(new, "w:gz") as packed:
         for each in sorted(folder.rglob("*")):
             inside = each.relative_to(folder)
             try:
@@ -60,4 +61,5 @@ def archive(folder: Path) -> Path:
                     packed.add(each, Path(folder.name) / inside)
             except OSError:  # removed meanwhile
                 continue
+    new.replace(path)
     return path

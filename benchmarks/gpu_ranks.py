@@ -57,7 +57,7 @@ def versions(device: str) -> dict[str, Any]:
     """Return what the machine has: GPUs, and the versions of the libraries that matter."""
     device = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     found = {"device": device, "python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel"):
+    for name in ("torch", "transformers", "accelerate", "torchao", "flash-attn", "flash-attn-3", "flash-attn-4"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found | device_of(device).describe()
@@ -77,8 +77,8 @@ def rates(device: str, tiny: bool) -> dict[str, float]:
 def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
     """Return FLOP/s forward and backward of each attention kernel, of the pairs that it computes.
 
-    Causal: half of all pairs. Masked: all of them, because kernels compute those that the mask hides, too. Varlen: the
-    pairs within the documents.
+    Causal: half of all pairs, of one document. Masked: all of them, because kernels compute those that the mask hides,
+    too. Packed: the pairs within the documents.
     """
     at, length, heads, size, count = device_of(device), *((256, 4, 64, 4) if tiny else (4096, 32, 128, 8))
     q, k, v, grad = (
@@ -90,7 +90,7 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
     pairs = {
         "causal": length**2 / 2,
         "masked": length**2,
-        "varlen": sum((b - a) ** 2 / 2 for a, b in itertools.pairwise(bounds)),
+        "packed": sum((b - a) ** 2 / 2 for a, b in itertools.pairwise(bounds)),
     }
     works: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     for name in KERNELS:
@@ -98,8 +98,9 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
         works[name, "causal"] = functools.partial(_in_kernel, KERNELS[name], causal)
         masked = functools.partial(scaled_dot_product_attention, q, k, v, mask[None, None])
         works[name, "masked"] = functools.partial(_in_kernel, KERNELS[name], masked)
-    documents = torch.tensor(bounds, dtype=torch.int32, device=device)
-    works["varlen", "varlen"] = functools.partial(_varlen, q, k, v, documents, -(-length // count))
+    for kind, ends in {"causal": [0, length], "packed": bounds}.items():
+        documents = torch.tensor(ends, dtype=torch.int32, device=device)
+        works["varlen", kind] = functools.partial(_varlen, q, k, v, documents, -(-length // (len(ends) - 1)))
 
     def measured(name: str, kind: str, work: Callable[[], torch.Tensor]) -> dict[str, Any]:
         flops = 4 * heads * size * pairs[kind]
@@ -114,21 +115,22 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
         return row
 
     found = [measured(name, kind, work) for (name, kind), work in works.items()]
-    with_others = _in_other_implementations(
-        device, lambda name: measured(f"varlen {name}", "varlen", works["varlen", "varlen"])
-    )
-    return found + with_others
+
+    def measured_varlen(name: str) -> list[dict[str, Any]]:
+        return [measured(f"varlen {name}", kind, works["varlen", kind]) for kind in ("causal", "packed")]
+
+    return found + _in_other_implementations(device, measured_varlen)
 
 
-def _in_other_implementations(device: str, measure: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row of `measure` for each other implementation of flash attention that is installed and runs here."""
-    found = []
+def _in_other_implementations(device: str, measure: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of `measure` for each other implementation of flash attention that is installed and runs here."""
+    found: list[dict[str, Any]] = []
     for name in flash.installed(torch.cuda.get_device_capability()[0] if device == "cuda" else 0):
         try:
             attention.activate_flash_attention_impl(name)
-            found.append(measure(name))
+            found += measure(name)
         except Exception as error:  # whatever the package raises
-            found.append({"kernel": f"varlen {name}", "kind": "varlen", "why": f"{error!r}"[:100]})
+            found.append({"kernel": f"varlen {name}", "kind": "causal", "why": f"{error!r}"[:100]})
         flash.restore()
     return found
 
@@ -359,6 +361,7 @@ def peer(
     seq_len: int,
     micro_batch: int,
     recompute: bool,
+    compiled: bool,
     steps: int,
     place: str,
 ) -> None:
@@ -371,7 +374,7 @@ def peer(
         generator = torch.Generator().manual_seed(0)
         return torch.randint(config["vocab_size"], (steps * world * micro_batch, seq_len), generator=generator)
 
-    work = peers.Workload(config, rows, micro_batch, Path(place), device, recompute)
+    work = peers.Workload(config, rows, micro_batch, Path(place), device, recompute, compiled)
     if loop == "plain":
         peers.train_plain(work)
     peers.train_trainer(work, steps)

@@ -26,8 +26,9 @@ class Workload:
     """What every loop trains, computing in `compute`: a model from scratch or adapters, and rows of equal length.
 
     `rows` returns the token ids of all ranks, int64 [rows, seq_len]; it is called after the memory before the model was
-    measured. With `recompute` the activations of layers are computed again in backward. `base` is the folder of the
-    frozen model that gets the adapters of `lora`; None: all weights of a new model are trained.
+    measured. With `recompute` the activations of layers are computed again in backward, and with `compiled` every layer
+    is compiled. `base` is the folder of the frozen model that gets the adapters of `lora`; None: all weights of a new
+    model are trained.
     """
 
     config: dict[str, Any]
@@ -36,9 +37,15 @@ class Workload:
     place: Path
     device: str = "cpu"
     recompute: bool = False
+    compiled: bool = False
     base: Path | None = None
     compute: torch.dtype = torch.bfloat16
     world: int = field(default_factory=lambda: int(os.environ["WORLD_SIZE"]))
+
+    @property
+    def compiler(self) -> str:
+        """The backend that compiles: on a CPU Inductor takes a minute."""
+        return "inductor" if self.device == "cuda" else "aot_eager"
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of this rank: token ids, [micro-batch, seq_len]."""
@@ -85,6 +92,8 @@ def train_plain(work: Workload, frozen: torch.dtype | None = None) -> NoReturn:
     policy = MixedPrecisionPolicy(param_dtype=work.compute, reduce_dtype=torch.float32)
     for layer in model.get_decoder().layers:
         fully_shard(layer, mp_policy=policy)
+        if work.compiled:  # now: FSDP's class has a `forward` of its own, without which nothing would be recomputed
+            layer.forward = torch.compile(layer.forward, backend=work.compiler, dynamic=False)
     fully_shard(model, mp_policy=policy)
     run_loop(model, work, baseline)
 
@@ -122,13 +131,15 @@ def trainer_arguments(work: Workload, steps: int) -> dict[str, Any]:
         "max_steps": steps, "bf16": work.compute == torch.bfloat16, "use_cpu": work.device == "cpu",
         "learning_rate": 3e-4, "lr_scheduler_type": "constant", "weight_decay": 0.1, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "ddp_find_unused_parameters": False,
-        "optim": "adamw_torch_fused",
+        "optim": "adamw_torch_fused", "torch_compile_backend": work.compiler if work.compiled else None,
         "gradient_checkpointing": work.recompute, "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }  # fmt: skip
 
 
 def train_trainer(work: Workload, steps: int) -> NoReturn:
     """Train with the transformers Trainer: with DDP if there are several ranks, else as without torchrun."""
+    if work.compiled:  # by layers: the whole model takes minutes
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     if work.world == 1:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
