@@ -77,10 +77,10 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     time = time_of(plan, trace, hardware, tokens, useful_flops)
-    if kernel == varlen.NAME and (name := card.faster_flash):
+    if kernel == varlen.NAME and (name := card.faster_flash) and (note := recommendation(name)):
         faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
         gain = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
-        notes.append(f"{recommendation(name)} (forecast: {gain})")
+        notes.append(f"{note} (forecast: {gain})")
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
