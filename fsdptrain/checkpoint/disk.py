@@ -71,18 +71,18 @@ def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]
 
 
 def host_space(plan: Plan, weights: Collection[Weight], steps: int | None, activations: int = 0) -> dict[str, int]:
-    """Return the bytes of a node's memory that trained state and the copy of a checkpoint need, and those available.
+    """Return the bytes of a node's memory that its ranks and the copy of a checkpoint need, and those available.
 
     While a thread writes a checkpoint it holds a copy. What is in host memory is copied only if steps go on meanwhile.
     `activations` are the bytes that a rank's layers keep there.
     """
     recipe, topology = plan.recipe, plan.topology
     of_node = plan.state_bytes(weights) * topology.nproc_per_node // topology.world_size
-    in_host = topology.device == "cpu" or recipe.fsdp.cpu_offload
+    in_host = plan.host_state_bytes(weights) * topology.nproc_per_node
     saves = any(steps is None or every < steps for every in intervals_of_saves(recipe))
     goes_on = recipe.checkpoint.async_ and saves
     return {
-        "state_bytes": of_node if in_host else 0,
+        "state_bytes": in_host,
         "copy_bytes": of_node if goes_on or not in_host else 0,
         "activation_bytes": activations * topology.nproc_per_node,
         "available_bytes": available_memory(),
@@ -90,7 +90,7 @@ def host_space(plan: Plan, weights: Collection[Weight], steps: int | None, activ
 
 
 def host_problems(space: dict[str, int]) -> Iterator[FsdptrainError]:
-    """Yield an error when a node has too little memory: the kernel would kill a worker at the first checkpoint."""
+    """Yield an error when a node has too little memory: the kernel would kill a worker at a checkpoint or before."""
     if space["available_bytes"] < sum(_host_parts(space).values()):
         no_copy = "set checkpoint.async=false, " if space["state_bytes"] and space["copy_bytes"] else ""
         no_copy += "remove offload from fsdp.activation_checkpointing, " if space["activation_bytes"] else ""
@@ -109,9 +109,10 @@ def host_summary(space: dict[str, int]) -> str:
 
 def _host_parts(space: dict[str, int]) -> dict[str, int]:
     return {
-        "trained state": space["state_bytes"], "the copy of a checkpoint": space["copy_bytes"],
+        "parameters, gradients and optimizer state": space["state_bytes"],
+        "the copy of a checkpoint": space["copy_bytes"],
         "what layers keep": space["activation_bytes"],
-    }  # fmt: skip
+    }
 
 
 def disk_summary(space: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from fsdptrain.forecast.render import (
 )
 from fsdptrain.forecast.search import Advice, search
 from fsdptrain.model import flash
-from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
+from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, duration
 
@@ -59,15 +59,8 @@ def check_step(
                 "forecast memory and time"
             )
         return
-    if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
-        findings.add_problem(
-            RecipeError(
-                f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float16 or float32"
-            )
-        )
-        return
-    if not hardware.float8 and plan.recipe.train.float8:
-        findings.add_problem(RecipeError(f"train.float8: {hardware.name} has no float8 units: remove it"))
+    if fault := dtype_fault(plan.recipe, hardware.name, hardware.bf16, hardware.float8):
+        findings.add_problem(RecipeError(fault))
         return
     findings.send_busy("simulating a step")
     forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)

@@ -8,12 +8,15 @@ all that is left.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdptrain.errors import KernelFailed, OutOfMemory, StorageError, Unreadable, WorkerError, WorkerLost, shortened
 from fsdptrain.folder.files import NOTHING_THERE
 from fsdptrain.folder.records import open_regular
+from fsdptrain.plan.driver import build_words
+from fsdptrain.plan.limits import SHM_WAY_OUT
 
 TAIL_BYTES = 2**18  # of a log that are searched: the frames of C++ in an abort of NCCL's watchdog have some 10 KiB
 LINE_CHARS = 300
@@ -22,11 +25,12 @@ ASSERTION = re.compile(r"block: \[.*\], thread: \[.*\],? Assertion")  # printed 
 
 
 class Cause(NamedTuple):
-    """A cause of failures: its class, the texts that tell it, and what a message says of it."""
+    """A cause of failures: its class, the texts that tell it, and what a message says of it, also of this machine."""
 
     error: type[WorkerError]
     texts: re.Pattern[str]
     says: str
+    says_here: Callable[[], str] = lambda: ""
 
 
 LOST_PEERS = Cause(
@@ -49,8 +53,9 @@ CAUSES = (  # what causes others first: all of these may stand in one log
     Cause(
         OutOfMemory,
         re.compile(
-            r"CUDA out of memory|CUDA error: out of memory|CUDA\]: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
-            r"|Cuda failure (2 )?'out of memory'|Failed to CUDA (calloc|malloc)"  # in NCCL's src/include/alloc.h
+            r"CUDA out of memory|CUDA (driver )?error: out of memory|CUDA\]: out of memory"
+            r"|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED|Cuda failure (2 )?'out of memory'"
+            r"|Failed to CUDA (calloc|malloc)"  # in NCCL's src/include/alloc.h
         ),
         "out of memory",
     ),
@@ -61,6 +66,34 @@ CAUSES = (  # what causes others first: all of these may stand in one log
             r"|hardware stack error|CUDA error: unknown error|Cuda failure 999"
         ),
         "the GPU failed: look for Xid in dmesg on its host",
+    ),
+    Cause(
+        WorkerError,
+        re.compile(
+            r"no kernel image is available|invalid device function|device kernel image is invalid"
+            r"|compiled with an unsupported toolchain|CUDA driver version is insufficient"
+        ),
+        "this build of torch does not fit the card or its driver: ",
+        build_words,
+    ),
+    Cause(
+        WorkerError,
+        re.compile(r"invalid device ordinal|Duplicate GPU detected"),
+        "two workers use one GPU, or one uses a GPU that is not there: set CUDA_VISIBLE_DEVICES to as many GPUs as "
+        "launch.nproc_per_node, and start the command once on each node",
+    ),
+    Cause(
+        WorkerError,
+        re.compile(r"/dev/shm/nccl-.*No space left on device|creating shared memory segment|failed to extend /dev/shm"),
+        f"/dev/shm is full: {SHM_WAY_OUT}, and remove /dev/shm/nccl-* that killed runs have left",
+    ),
+    Cause(
+        WorkerError,
+        re.compile(
+            r"(CUDA (driver )?error|Cuda failure( \d+)?)\b.*\binvalid (argument|configuration argument)"
+            r"|ncclInvalid(Argument|Usage)"
+        ),
+        "CUDA or NCCL rejects how it is called, in this version or on this machine",
     ),
     LOST_PEERS,
 )
@@ -80,7 +113,7 @@ def quoted(text: str, cause: Cause) -> str:
 
 def error_of(cause: Cause, text: str) -> WorkerError:
     """Return the error of a rank whose exception or log is `text`."""
-    return cause.error(f"{cause.says}: {quoted(text, cause)}")
+    return cause.error(f"{cause.says}{cause.says_here()}: {quoted(text, cause)}")
 
 
 def output_of(log: Path, pid: int) -> str:

@@ -25,10 +25,9 @@ from fsdptrain.model.probe import Probe
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
 BEST = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
 NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
-INSTALL = {  # torch's index has builds of FlashAttention 3, PyPI has none
-    "FA3": "pip install flash-attn-3 --no-deps --index-url https://download.pytorch.org/whl/cu130",
-    "FA4": "pip install flash-attn-4",
-}
+# The versions of CUDA for which torch's index has builds of FlashAttention 3; PyPI has none. They also run with a torch
+# for a later one of the same major version (dev-discuss.pytorch.org/t/flash-attention-3-wheels/3322).
+FA3_BUILDS = ((13, 0), (12, 8), (12, 6))
 LENGTHS = (200, 1, 55, 128)  # of the documents of a trial, in tokens
 WINDOW = 70  # tokens
 TOLERANCE = 0.02  # relative, of a norm: bf16 rounds attention by 0.5%
@@ -57,9 +56,23 @@ def note_before(major: int) -> str | None:
     return f"{found[0]} is installed: the run uses it if it passes a trial with this model's heads" if found else None
 
 
-def recommendation(name: str) -> str:
-    """Return a note that recommends an implementation which is not installed."""
-    return f"attention is computed by FlashAttention 2; {NAMES[name]} is faster on this card: {INSTALL[name]}"
+def install_line(name: str, cuda: str | None) -> str | None:
+    """Return the command that installs an implementation beside a torch for this version of CUDA; None: no build.
+
+    A torch without CUDA plans for other machines: with PyPI's torch, for CUDA 13.
+    """
+    if name == "FA4":
+        return "pip install flash-attn-4"
+    major, minor = map(int, (cuda or "13.0").split(".")[:2])
+    found = next((build for build in FA3_BUILDS if build[0] == major and build[1] <= minor), None)
+    index = "https://download.pytorch.org/whl/cu{}{}"
+    return found and f"pip install flash-attn-3 --no-deps --index-url {index.format(*found)}"
+
+
+def recommendation(name: str, cuda: str | None = torch.version.cuda) -> str | None:
+    """Return a note that recommends an implementation which is not installed; None if there is no build of it."""
+    line = install_line(name, cuda)
+    return line and f"attention is computed by FlashAttention 2; {NAMES[name]} is faster on this card: {line}"
 
 
 def activate_best(bare: Any, device: torch.device, major: int) -> str | None:

@@ -27,8 +27,6 @@ from fsdptrain.model.units import decoder_layers
 # get any number of tokens.
 ROUTED = re.compile(r"(^|\.)(gate|experts|\w*router\w*)(\.|$)")
 
-CAPABILITY = (8, 9)  # the first cards with units for float8: Ada, then Hopper
-
 
 def _linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Return the plain linear layers of the decoder layers of a model that compute in bf16: name → layer.
@@ -83,16 +81,6 @@ def float8_notes(model: Any, recipe: Recipe, on_gpu: bool, compiles: bool) -> It
         )
     elif not compiles:
         yield "train.float8 is slower than bfloat16 without train.compile, because each cast is a kernel of its own"
-
-
-def card_fault(capability: tuple[int, int], name: str) -> str | None:
-    """Return why a GPU cannot compute in float8; None if it can. `capability` is its compute capability."""
-    if capability >= CAPABILITY:
-        return None
-    return (
-        f"train.float8: {name} (compute capability {capability[0]}.{capability[1]}) has no float8 units, which cards "
-        f"have from {CAPABILITY[0]}.{CAPABILITY[1]} on: remove it"
-    )
 
 
 def convert_to_float8(model: Any, recipe: Recipe, emulate: bool) -> None:

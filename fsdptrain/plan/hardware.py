@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import GIB
 
@@ -23,6 +24,7 @@ SAME_CHIP = "calibrated on published runs of the H100"
 ESTIMATED = "estimated"
 MEASURED = "measured on this machine"
 SPREADS = {CALIBRATED: 0.1, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # of the printed range of time, ±
+BF16_CAPABILITY, FLOAT8_CAPABILITY = (8, 0), (8, 9)  # of the first cards with units: Ampere; Ada, then Hopper
 BEYOND_RUNS = 0.1  # added to it where a card is calibrated, but on no run like this one
 
 # Shares of the bf16 peak that attention reaches in forward and in backward: means of published TFLOP/s at 2,048, 4,096
@@ -124,6 +126,15 @@ class Hardware:
         flash = self.attention_share.get(kernel, self.attention_share["flash"])
         others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
         return dataclasses.replace(self, attention_share={**others, "flash": flash})
+
+
+def dtype_fault(recipe: Recipe, card: str, bf16: bool, float8: bool) -> str | None:
+    """Return why a recipe cannot be computed on a card that has units for these dtypes or not; None if it can."""
+    if not bf16 and recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
+        return f"fsdp.mixed_precision.param_dtype: {card} has no bfloat16 units: use float16 or float32"
+    if not float8 and recipe.train.float8:
+        return f"train.float8: {card} has no float8 units: remove it"
+    return None
 
 
 def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:

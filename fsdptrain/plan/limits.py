@@ -18,6 +18,7 @@ from fsdptrain.text import MIB, size
 GROUPS = 4  # process groups of a rank: all ranks, those for side work, and the two dimensions of the mesh
 OWN_FILES = 256  # of a rank besides its groups: libraries, data, logs
 SHM_PER_WORKER = 64 * MIB  # a container has 64 MiB by default, which NCCL exceeds with two GPUs
+SHM_WAY_OUT = "docker run --ipc=host or --shm-size, in Kubernetes a memory-backed emptyDir"
 LOCKED_BYTES = 1024 * MIB  # RDMA registers its buffers, which locks them
 
 
@@ -32,7 +33,8 @@ class Limits:
     shm_bytes: int | None
     locked_bytes: int | None
     rdma: bool
-    compiler: bool
+    c_compiler: bool
+    cpp_compiler: bool
     header: bool
 
 
@@ -43,13 +45,14 @@ def limits_here(env: Mapping[str, str] = os.environ) -> Limits:
         found = os.statvfs("/dev/shm")
         shm = found.f_blocks * found.f_frsize
     devices = Path("/sys/class/infiniband")
-    compilers = [env[name].split()[0] for name in ("CC", "CXX") if env.get(name, "").strip()]
     return Limits(
         open_files=_finite(resource.RLIMIT_NOFILE),
         shm_bytes=shm,
         locked_bytes=_finite(resource.RLIMIT_MEMLOCK),
         rdma=devices.is_dir() and any(devices.iterdir()),
-        compiler=any(shutil.which(name) for name in (*compilers, "gcc", "g++", "clang", "clang++", "cc")),
+        # As Triton looks for one (triton/runtime/build.py), to which CC is one word, and as inductor does for the CPU.
+        c_compiler=any(map(shutil.which, [env["CC"]] if "CC" in env else ["gcc", "clang"])),
+        cpp_compiler=any(map(shutil.which, env.get("CXX", "g++").split()[:1])),
         header=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
     )
 
@@ -94,11 +97,13 @@ def fatal_limits(plan: Plan, limits: Limits) -> Iterator[Problem]:
 
 def compile_fault(plan: Plan, limits: Limits) -> str | None:
     """Return what torch.compile lacks here, None if it lacks nothing or is not used."""
-    there = {"C compiler": limits.compiler, "Python.h": limits.header}
+    on_cpu = plan.topology.device == "cpu"
+    compiler = "C++ compiler (g++, or CXX)" if on_cpu else "C compiler (gcc or clang, or CC)"
+    there = {compiler: limits.cpp_compiler if on_cpu else limits.c_compiler, "Python.h": limits.header}
     lacks = " and ".join(name for name in there if not there[name])
     if not lacks or not plan.compiles:
         return None
-    return f"needs a C compiler and Python.h, and there is no {lacks}: install gcc, g++ and python3-dev"
+    return f"there is no {lacks}: install gcc, g++ and python3-dev"
 
 
 def uncompiled_note(plan: Plan, limits: Limits) -> str | None:
@@ -120,10 +125,7 @@ def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:
         return
     needed = SHM_PER_WORKER * topology.nproc_per_node
     if topology.nproc_per_node > 1 and limits.shm_bytes is not None and limits.shm_bytes < needed:
-        yield (
-            f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: docker run --ipc=host or "
-            "--shm-size, in Kubernetes a memory-backed emptyDir"
-        )
+        yield (f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: {SHM_WAY_OUT}")
     if topology.nnodes > 1 and limits.rdma and limits.locked_bytes is not None and limits.locked_bytes < LOCKED_BYTES:
         yield (
             f"a process may lock {size(limits.locked_bytes)} of memory, too little for NCCL over InfiniBand or RoCE: "

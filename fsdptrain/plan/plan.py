@@ -218,6 +218,28 @@ class Plan:
         parameters = sum(weight.numel for weight in trained)
         return BYTES[master] * parameters + int(self.recipe.optim.state_bytes(trained, master))
 
+    def host_state_bytes(self, weights: Collection[Weight]) -> int:
+        """Return the bytes of host memory that parameters, gradients and optimizer state of a rank take there.
+
+        With `fsdp.cpu_offload` torch's allocator pins each shard of parameters and gradients, and rounds it up to a
+        power of two (CachingHostAllocator.h: `allocate`).
+        """
+        recipe, on_cpu = self.recipe, self.topology.device == "cpu"
+        if not (on_cpu or recipe.fsdp.cpu_offload):
+            return 0
+        master, trained = recipe.model.dtype, [weight for weight in weights if weight.trained]
+        pieces = []
+        for weight in weights:
+            numbers = -(-weight.numel // self.shard_size)
+            if weight.trained:
+                pieces += [BYTES[master] * numbers] * 2
+            elif weight.quantised:  # the numbers, and their scales
+                pieces += [numbers // 2, round((NF4_BYTES - 1 / 2) * numbers)]
+            else:
+                pieces.append(BYTES[recipe.fsdp.mixed_precision.param_dtype] * numbers)
+        held = sum(pieces if on_cpu else (1 << (size - 1).bit_length() for size in pieces))
+        return held + int(recipe.optim.state_bytes(trained, master, self.shard_size))
+
     def gathered_bytes(self, counts: Counts) -> int:
         """Return the bytes of a number of parameters as FSDP gathers them: in the compute dtype, or quantised.
 

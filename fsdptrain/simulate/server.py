@@ -27,6 +27,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
+from fsdptrain.model.units import bytes_in_host
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.gpus import is_expandable
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
@@ -76,12 +77,13 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     time = time_of(plan, trace, hardware, tokens, useful_flops)
-    if kernel == varlen.NAME and (name := card.faster_flash):
+    if kernel == varlen.NAME and (name := card.faster_flash) and (note := recommendation(name)):
         faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
         gain = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
-        notes.append(f"{recommendation(name)} (forecast: {gain})")
+        notes.append(f"{note} (forecast: {gain})")
     return Forecast(
         **memory_of(trace, device, hardware),
+        host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
         **communication(plan, trace, Counts.of(weights)),
         **time,
         attention="" if hardware.is_cpu else " and ".join(attention_kernels(trace.events, flash or "flash")),
@@ -148,7 +150,6 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
         "peak_bytes": top.allocated,
         "reserved_bytes": reserved,
         "overhead_bytes": overhead,
-        "host_bytes": ledger.peak(trace, HOST).allocated if device != HOST else 0,
         "moment": top.moment,
         "breakdown": {name: size for name, size in top.by_category.items() if size},
         "peaks": ledger.peaks(trace, device, granularity),

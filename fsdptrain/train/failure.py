@@ -41,7 +41,7 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     """Convert any exception to an FsdptrainError.
 
     A full disk becomes a CheckpointError, a device without memory an OutOfMemory, a kernel's failure a KernelFailed, a
-    lost connection or device a WorkerLost, anything else a WorkerError.
+    lost connection or device a WorkerLost, anything else a WorkerError, as `device_errors.CAUSES` tells.
     """
     if isinstance(error, FsdptrainError):
         return error
@@ -58,6 +58,8 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
         return OutOfMemory(f"out of memory in {moment_of(error)}: {quoted(message, cause)}")
     if cause and cause is not LOST_PEERS:
         return error_of(cause, message)
+    # What no restart fixes has its cause above. Another error of a device or connection may not come back in new
+    # processes: a restart in vain costs minutes, as launch.max_restarts limits them, and giving up perhaps a night.
     if isinstance(error, (dist.DistError, torch.AcceleratorError)):
         return WorkerLost(message)
     return WorkerError(message)

@@ -46,7 +46,6 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
-from fsdptrain.model.float8 import card_fault
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
@@ -56,6 +55,7 @@ from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.driver import why_unseen
+from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
@@ -269,11 +269,12 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
 
 
 def check_cards(plan: Plan, world: World) -> None:
-    """Raise RecipeError on every rank if the recipe computes in float8, and a card cannot; collective."""
-    if plan.recipe.train.float8 is None or world.device.type != "cuda":
+    """Raise RecipeError on every rank if a card has no units for the recipe's dtypes; collective."""
+    if world.device.type != "cuda":
         return
     capability, name = torch.cuda.get_device_capability(world.device), torch.cuda.get_device_name(world.device)
-    faults = world.gather_objects(card_fault(capability, name))
+    units = capability >= BF16_CAPABILITY, capability >= FLOAT8_CAPABILITY
+    faults = world.gather_objects(dtype_fault(plan.recipe, name, *units))
     if wrong := [rank for rank, fault in enumerate(faults) if fault]:
         raise RecipeError(f"{ranks_text(wrong, world.hosts)}: {faults[wrong[0]]}")
 

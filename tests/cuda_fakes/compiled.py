@@ -28,10 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from fsdptrain.model.float8 import CAPABILITY
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.parallel.patches import keeps_integers
-from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.hardware import FLOAT8_CAPABILITY, Hardware
 from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.device import pretend_world
 from fsdptrain.simulate.kernels import on_card
@@ -150,7 +149,7 @@ def main() -> None:
     pretend_cuda(capability)
     torch._dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)  # here it chooses in Python
     kernels = Kernels(capability)
-    possible = {"float8": divmod(capability, 10) >= CAPABILITY, "QLoRA": keeps_integers()}
+    possible = {"float8": divmod(capability, 10) >= FLOAT8_CAPABILITY, "QLoRA": keeps_integers()}
     for kind, recipe in RECIPES.items():
         if not possible.get(kind, True):
             print(f"{kind}: refused with this card or this version of torch")

@@ -143,10 +143,10 @@ def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "state", "copy"),
     [
-        ((), 12, 12),
-        (("checkpoint.async=false",), 12, 0),
-        (("checkpoint.every=4",), 12, 0),
-        (("checkpoint.every=null",), 12, 0),
+        ((), 16, 12),
+        (("checkpoint.async=false",), 16, 0),
+        (("checkpoint.every=4",), 16, 0),
+        (("checkpoint.every=null",), 16, 0),
     ],
 )
 def test_the_copy_of_a_checkpoint_must_fit_into_host_memory(
@@ -165,9 +165,13 @@ def test_the_copy_of_a_checkpoint_must_fit_into_host_memory(
 def test_on_gpus_a_node_holds_a_copy_of_its_share_of_a_checkpoint(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path))
     gpus = dataclasses.replace(plan.topology, device="cuda", nnodes=4, nproc_per_node=8)
-    plan = dataclasses.replace(plan, topology=gpus)
+    plan = dataclasses.replace(plan, topology=gpus, shard_size=32)
     space = disk.host_space(plan, [Weight((1000, 64))], None)
     assert (space["state_bytes"], space["copy_bytes"]) == (0, 12 * 64000 // 4)
+    plan.recipe.fsdp.cpu_offload, plan.recipe.checkpoint.async_ = True, False
+    space = disk.host_space(plan, [Weight((1000, 64)), Weight((900, 64), trained=False, quantised=True)], None)
+    pinned = 8192 + 8192 + 1024 + 32  # a weight and its gradient of 8,000 bytes each, 900 of NF4 and 29 of scales
+    assert (space["state_bytes"], space["copy_bytes"]) == (8 * (pinned + 8 * 2000), 0)
 
 
 def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,11 +389,16 @@ ASSERTED = (
     "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [73,0,0], thread: [0,0,0] "
     "Assertion `srcIndex < srcSelectDimSize` failed."
 )
+BUILD = "this build of torch does not fit the card or its driver: for the NVIDIA driver"
 DEVICE_ASSERT = "CUDA error: device-side assert triggered"
 ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
 REMOTE = (
     "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nncclRemoteError: A call "
     "failed possibly due to a network error or a remote process exiting prematurely."
+)
+NCCL_CALL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=WARN for details), "
+    "NCCL version 2.28.9\n{}\nLast error:\n{}"
 )
 NCCL_MEMORY = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
@@ -475,6 +480,8 @@ def test_a_recorded_assert_of_a_gpu_is_shown_with_what_the_gpu_has_printed(tmp_p
         (dist.DistBackendError(NCCL_MEMORY), errors.OutOfMemory),
         (dist.DistBackendError(REMOTE), errors.WorkerLost),
         (torch.OutOfMemoryError("tried to allocate"), errors.OutOfMemory),
+        (RuntimeError("CUDA driver error: out of memory"), errors.OutOfMemory),
+        (torch.AcceleratorError("CUDA error: a text that nobody knows"), errors.WorkerLost),
         (KeyError("x"), errors.WorkerError),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "metrics.jsonl"), errors.CheckpointError),
@@ -485,6 +492,29 @@ def test_a_recorded_assert_of_a_gpu_is_shown_with_what_the_gpu_has_printed(tmp_p
 def test_only_errors_that_a_restart_can_fix_are_worker_lost(error: Exception, kind: type) -> None:
     assert type(as_fsdptrain_error(error)) is kind
     assert type(errors.from_record(errors.to_record(as_fsdptrain_error(error)))) is kind
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), BUILD),
+        (RuntimeError("CUDA driver error: device kernel image is invalid"), BUILD),
+        (torch.AcceleratorError("CUDA error: the provided PTX was compiled with an unsupported toolchain."), BUILD),
+        (torch.AcceleratorError("CUDA error: invalid device ordinal"), "set CUDA_VISIBLE_DEVICES"),
+        (torch.AcceleratorError("CUDA error: invalid argument"), "rejects how it is called"),
+        (NCCL_CALL.format("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.",
+                          "Cuda failure 209 'no kernel image is available for execution on the device'"), BUILD),
+        (NCCL_CALL.format("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+                          "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"), "two workers use"),
+        (NCCL_CALL.format("invalid argument", "ncclInvalidArgument: Invalid value for an argument.", ""), "rejects"),
+        (NCCL_CALL.format("unhandled system error", "ncclSystemError: System call or external library call failed",
+                          "Error while creating shared memory segment /dev/shm/nccl-cjY8K5 (size 10617216), error: No "
+                          "space left on device (28)"), "/dev/shm is full: docker run --ipc=host or --shm-size"),
+    ],
+)  # fmt: skip
+def test_what_a_restart_would_repeat_is_no_lost_worker_and_has_a_way_out(error: Exception | str, words: str) -> None:
+    found = as_fsdptrain_error(dist.DistBackendError(error) if isinstance(error, str) else error)
+    assert type(found) is errors.WorkerError and words in str(found)
 
 
 def test_a_lost_connection_names_the_other_end() -> None:

@@ -20,6 +20,7 @@ from fsdptrain.model.flash import Heads, activate_best, heads_of, installed, not
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.train import setup
 
+WHEELS = "https://download.pytorch.org/whl"
 CPU = torch.device("cpu")
 
 
@@ -128,6 +129,15 @@ def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
         assert setup.use_best_flash(session, inputs, world) == expected
     assert [given[1:] for given in tried] == [(torch.device("cuda"), 9)]
     assert capfd.readouterr().out == "a note\n"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "index"),
+    [("13.0", "cu130"), ("13.2", "cu130"), ("12.8", "cu128"), ("12.6", "cu126"), (None, "cu130"), ("12.4", None)],
+)
+def test_only_a_build_that_runs_with_this_torch_is_recommended(cuda: str | None, index: str | None) -> None:
+    note = flash.recommendation("FA3", cuda)
+    assert note is None if index is None else str(note).endswith(f"--no-deps --index-url {WHEELS}/{index}")
 
 
 def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from fsdptrain.launch.heading import heading
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.train.setup import check_cards
 
 KINDS = ("rowwise", "tensorwise")
 BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
@@ -107,11 +110,26 @@ def test_the_heading_names_the_products_in_float8(tmp_path: Path) -> None:
     assert "bfloat16 compute, products in float8 (tensorwise)\n" in heading(plan, plan.rundir, EarlierAttempts())
 
 
-def test_cards_without_float8_units_are_refused_by_name() -> None:
-    assert float8.card_fault((8, 9), "NVIDIA L40S") is float8.card_fault((10, 0), "NVIDIA B200") is None
-    for capability, name in (((8, 0), "NVIDIA A100-SXM4-80GB"), ((8, 6), "NVIDIA A10G"), ((7, 5), "Tesla T4")):
-        fault = float8.card_fault(capability, name) or ""
-        assert name in fault and f"{capability[0]}.{capability[1]}" in fault and "from 8.9 on" in fault
+@pytest.mark.parametrize(
+    ("capability", "dtype", "float8", "fault"),
+    [
+        ((8, 9), "bfloat16", True, ""),
+        ((8, 6), "bfloat16", True, "train.float8: Fake GPU has no float8 units"),
+        ((8, 0), "bfloat16", False, ""),
+        ((7, 5), "bfloat16", False, "fsdp.mixed_precision.param_dtype: Fake GPU has no bfloat16 units"),
+        ((7, 0), "float16", False, ""),
+    ],
+)
+def test_a_run_refuses_cards_without_units_for_its_dtypes(
+    capability: tuple[int, int], dtype: str, float8: bool, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
+    plan = plan_of(tmp_path, fsdp={"mixed_precision": {"param_dtype": dtype}})
+    plan.recipe.train.float8 = "tensorwise" if float8 else None
+    world = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda found: [None, found], hosts=["a", "b"])
+    with pytest.raises(RecipeError, match=f"rank 1.*: {fault}") if fault else contextlib.nullcontext():
+        check_cards(plan, world)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import pytest
 from plan.test_gpus import NOTHING, machine, write_nvidia_smi
 from support import ROOT
 
-from fsdptrain.plan.driver import driver_version, install_words, unused_cards_note, why_unseen
+from fsdptrain.plan.driver import build_words, driver_version, install_words, unused_cards_note, why_unseen
 from fsdptrain.plan.gpus import installed_gpus
 
 NVRM = "NVRM version: NVIDIA UNIX {} {}  Release Build  (dvs-builder)\nGCC version: gcc version 12.3.0\n"
@@ -78,10 +78,27 @@ def test_cards_without_a_driver_are_noted(
     assert unused_cards_note(NOTHING, with_driver(tmp_path, "580.65.06")) is None
 
 
-@pytest.mark.parametrize(("number", "index"), [(525, "cu126"), (569, "cu126"), (570, "cu128"), (610, "cu130")])
-def test_every_driver_from_525_has_a_build(number: int, index: str) -> None:
-    assert f"/{index} " in (install_words(number) or "")
-    assert install_words(524) is None
+@pytest.mark.parametrize(
+    ("number", "cards", "index"),
+    [
+        ("525.60.13", ["9.0"], "cu126"), ("569.1", ["7.5"], "cu126"), ("570.86.15", ["12.0"], "cu128"),
+        ("610.1", ["7.5", "7.5"], "cu130"), ("580.65.06", ["7.0"], "cu126"), ("570.86.15", ["6.1"], "cu126"),
+        ("580.65.06", ["6.1", "12.0"], "cu130"), ("580.65.06", ["Field \"compute_cap\" is not a valid field"], "cu130"),
+    ],
+)  # fmt: skip
+def test_every_driver_from_525_has_a_build_with_kernels_for_its_cards(
+    number: str, cards: list[str], index: str, tmp_path: Path
+) -> None:
+    write_nvidia_smi(tmp_path / "bin", "\n".join(f"echo '{card}'" for card in cards))
+    said = build_words({"PATH": f"{tmp_path / 'bin'}:/bin"}, with_driver(tmp_path, number))
+    assert (
+        f"driver {number} and compute" in said
+        and f": pip install --index-url https://download.pytorch.org/whl/{index} " in said
+    )
+
+
+def test_cards_and_drivers_that_no_build_supports() -> None:
+    assert install_words(524, (7, 5)) is install_words(580, (3, 7)) is None
 
 
 def shown_by_make(folder: Path, torch: tuple[str, str | None] | None, driver: str | None) -> str:

@@ -32,7 +32,7 @@ from fsdptrain.plan.plan import Plan, draft_plan, make_plan, open_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.text import MIB
 
-ENOUGH = Limits(None, None, None, rdma=True, compiler=True, header=True)
+ENOUGH = Limits(None, None, None, rdma=True, c_compiler=True, cpp_compiler=True, header=True)
 
 
 def plan_on(tmp_path: Path, nnodes: int, device: Any = "cuda", *overrides: str) -> Plan:
@@ -45,9 +45,10 @@ def plan_on(tmp_path: Path, nnodes: int, device: Any = "cuda", *overrides: str) 
     ("limits", "overrides", "says"),
     [
         ({"open_files": 600}, [], "may open 600 files, but each of 128 ranks needs 780: raise the hard limit"),
-        ({"compiler": False}, ["train.compile=true"], "there is no C compiler: install gcc"),
+        ({"c_compiler": False}, ["train.compile=true"], "there is no C compiler (gcc or clang, or CC): install gcc"),
+        ({"cpp_compiler": False}, ["train.compile=true"], ""),  # of the CPU
         ({"header": False}, ["train.compile=true"], "there is no Python.h"),
-        ({"compiler": False}, ["train.compile=false"], ""),
+        ({"c_compiler": False}, ["train.compile=false"], ""),
         ({}, ["train.compile=true"], ""),
     ],
 )
@@ -61,11 +62,11 @@ def test_limits_with_which_no_worker_can_train(
 @pytest.mark.parametrize(
     ("nnodes", "overrides", "limits", "compiles"),
     [
-        (1, [], {"compiler": False}, False),
+        (1, [], {"c_compiler": False}, False),
         (1, [], {"header": False}, False),
         (1, [], {}, "auto"),
-        (1, ["train.compile=true"], {"compiler": False}, True),  # refused
-        (2, [], {"compiler": False}, "auto"),  # refused: another node may have a compiler
+        (1, ["train.compile=true"], {"c_compiler": False}, True),  # refused
+        (2, [], {"c_compiler": False}, "auto"),  # refused: another node may have a compiler
     ],
 )
 def test_without_a_compiler_auto_does_not_compile_on_a_node_of_its_own(
@@ -81,7 +82,7 @@ def test_without_a_compiler_auto_does_not_compile_on_a_node_of_its_own(
 
 def test_what_is_run_is_planned_for_the_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptrain.plan.topology.find_topology", lambda *_, **__: Topology("cuda", 1, 1))
-    monkeypatch.setattr("fsdptrain.plan.limits.limits_here", lambda: dataclasses.replace(ENOUGH, compiler=False))
+    monkeypatch.setattr("fsdptrain.plan.limits.limits_here", lambda: dataclasses.replace(ENOUGH, c_compiler=False))
     with contextlib.ExitStack() as stack:
         plan, _ = _claim(stack, load(write_recipe(tmp_path)), fresh=False, trust_remote_code=False)
         assert plan.recipe.train.compile is False and not plan.compiles
@@ -141,9 +142,28 @@ def test_limits_with_which_nccl_may_fail(tmp_path: Path) -> None:
 
 
 def test_the_limits_of_this_machine_are_found() -> None:
-    found = limits_here({"CC": "no-such-compiler -O2"})
+    found = limits_here({})
     assert found.shm_bytes is None or found.shm_bytes > 0
     assert found.open_files in (None, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+@pytest.mark.parametrize(
+    ("programs", "env", "c", "cpp"),
+    [
+        ("cc g++ clang++", {}, False, True),
+        ("gcc", {}, True, False),
+        ("clang", {}, True, False),
+        ("gcc", {"CC": "no-such-compiler"}, False, False),
+        ("gcc ccache", {"CC": "ccache gcc"}, False, False),  # Triton starts a program of this name
+        ("mine", {"CC": "mine", "CXX": "mine -O2"}, True, True),
+    ],
+)
+def test_the_compilers_are_those_that_triton_and_inductor_would_start(
+    programs: str, env: dict[str, str], c: bool, cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name in programs.split() else None)
+    found = limits_here(env)
+    assert (found.c_compiler, found.cpp_compiler) == (c, cpp)
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_a_hard_limit_is_refused(tmp_path: Path) -> None:
@@ -169,7 +189,4 @@ def test_a_run_names_a_missing_compiler(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__compile=True)
     (tmp_path / "bin").mkdir()
     done = fsdptrain("run", recipe, PATH=str(tmp_path / "bin"))
-    assert (
-        done.returncode == 2
-        and "train.compile: needs a C compiler and Python.h, and there is no C compiler" in done.stderr
-    )
+    assert done.returncode == 2 and "train.compile: there is no C++ compiler (g++, or CXX): install" in done.stderr

@@ -231,10 +231,12 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
 
 
 REPEATED = """
-import sys
+import math, sys
 from transformers import AutoConfig
-from fsdptrain.plan.plan import Plan
-from fsdptrain.forecast.trace import Alloc, Free
+from fsdptrain.forecast.trace import HOST, Alloc, Free
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.simulate.simulation import simulate
 
 plan = Plan.from_json(sys.stdin.read())
@@ -251,6 +253,15 @@ for _ in range(3):
             lines.append(type(event).__name__)
     traces.append(lines)
 assert traces[0] == traces[1] == traces[2]
+# What FSDP2 keeps in host memory is what is counted without a simulation.
+plan = varied(plan, {"fsdp.cpu_offload": True, "fsdp.accumulation": "hold_shards"})
+sizes = {name: [] for name in ("parameter shards", "gradients", "optimizer state")}
+for event in simulate(plan, config, pretend=True).all():
+    if isinstance(event, Alloc) and event.storage.device == HOST and event.storage.category in sizes:
+        sizes[event.storage.category].append(event.size)
+weights, state = weights_of(skeleton(config, plan.recipe.model)).values(), sizes.pop("optimizer state")
+pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes["parameter shards"] + sizes["gradients"])
+assert plan.host_state_bytes(weights) == pinned + sum(state) - 4 * len(weights)  # the counters of steps
 """
 
 
