@@ -125,6 +125,11 @@ class Hardware:
         others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
         return dataclasses.replace(self, attention_share={**others, "flash": flash})
 
+    def with_attention_times(self, factor: float) -> Hardware:
+        """Return this card if attention were so many times as fast."""
+        shares = {kernel: [factor * share for share in pair] for kernel, pair in self.attention_share.items()}
+        return dataclasses.replace(self, attention_share=shares)
+
 
 def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     """Make a card; `rates` are flops (dense, without sparsity), flops32, memory_bw, intra_bw and inter_bw."""
