@@ -4,7 +4,8 @@ The detector is fed with what `Trainer.step`, an evaluation and saves do on the 
 operator reads and writes, on which stream, and what waits for what. The host is a stream of its own. An operator that
 is queued comes after all that the host has done, but the host comes after an operator only if it has waited for it.
 Memory is freed on the stream that has allocated it, where torch gives it away again. A collective is work of the stream
-that issues it. The thread that copies the data of the next step is not watched.
+that issues it. The thread that copies the data of the next step is not watched: it copies on the stream that computes,
+ahead of what reads it, so that there is no wait that could be missing.
 """
 
 from __future__ import annotations

@@ -29,18 +29,21 @@ Log = dict[tuple[str, tuple[int, ...]], list[str]]  # (name of a group, its rank
 log: Log = defaultdict(list)
 
 
-def be_strict() -> None:
-    """Check every collective of this process from now on, except those of `World.side`, which is gloo on GPUs too."""
+def be_strict(device: str | None = None) -> None:
+    """Check every collective of this process from now on, except those of `World.side`, which is gloo on GPUs too.
+
+    Their tensors must be on `device`, if it is given: groups of GPUs send those of the CPU over gloo.
+    """
     for kind in (*GATHERS, *SCATTERS, *EXCHANGES, *OTHERS):
         if original := getattr(dist.ProcessGroup, kind, None):  # some are new in torch 2.13
-            setattr(dist.ProcessGroup, kind, _checked(kind, original))
+            setattr(dist.ProcessGroup, kind, _checked(kind, original, device))
 
 
-def _checked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(kind: str, original: Callable[..., Any], device: str | None) -> Callable[..., Any]:
     def checked(group: dist.ProcessGroup, *words: Any, **options: Any) -> Any:
         if group.group_desc != SIDE:
             tensors = [leaf for leaf in tree_leaves((words, options)) if isinstance(leaf, torch.Tensor)]
-            check(kind, tensors, group.size())
+            check(kind, tensors, group.size(), device)
             size = "" if kind in EXCHANGES else f" of {tensors[-1].numel()}"
             ranks = tuple(dist.get_process_group_ranks(group))
             log[group.group_name, ranks].append(f"{kind}{size} {tensors[-1].dtype}")
@@ -49,9 +52,11 @@ def _checked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def check(kind: str, tensors: Sequence[torch.Tensor], ranks: int) -> None:
-    """Raise ValueError if NCCL refuses these tensors."""
+def check(kind: str, tensors: Sequence[torch.Tensor], ranks: int, device: str | None = None) -> None:
+    """Raise ValueError if NCCL refuses these tensors, or if they are not on `device`."""
     for tensor in tensors:
+        if tensor.device.type != (device or tensor.device.type):
+            raise ValueError(f"NCCL refuses {kind}: a tensor {list(tensor.shape)} is on {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"NCCL refuses {kind}: a tensor {list(tensor.shape)} {tensor.stride()} is not contiguous")
         if tensor.dtype not in DTYPES:

@@ -171,6 +171,7 @@ def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, A
         "sequences": len(stream),
         "eval_sequences": held_out,
         "fill": stream.corpus.fill(),
+        "document": stream.corpus.document(),
         "steps_per_epoch": len(stream) / train.global_batch_size,
         "steps": plan.total_steps(len(stream)),
         "prepared_bytes": sum(

@@ -127,6 +127,11 @@ class Hardware:
         others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
         return dataclasses.replace(self, attention_share={**others, "flash": flash})
 
+    def with_attention_times(self, factor: float) -> Hardware:
+        """Return this card if attention were so many times as fast."""
+        shares = {kernel: [factor * share for share in pair] for kernel, pair in self.attention_share.items()}
+        return dataclasses.replace(self, attention_share=shares)
+
 
 def dtype_fault(recipe: Recipe, card: str, bf16: bool, float8: bool) -> str | None:
     """Return why a recipe cannot be computed on a card that has units for these dtypes or not; None if it can."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,21 @@ from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
-from fsdptrain.simulate.kernels import attention_kernels
+from fsdptrain.simulate.kernels import NAMES, attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import seconds, size
 
-SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/calibration.md
+SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/memory.md
 
 
-def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
-    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
+def estimate(
+    plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None,
+    document: float | None = None,
+) -> Forecast:  # fmt: skip
+    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would.
+
+    `document` are the tokens of the document that a token belongs to, on average, if the data is known.
+    """
     notes = []
     plan = models.with_kernel(plan, hardware)
     # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
@@ -76,17 +83,26 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if plan.recipe.fsdp.symmetric_memory:
         notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
-    time = time_of(plan, trace, hardware, tokens, useful_flops)
+    attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
+    time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
+
+    def with_other(hardware: Hardware) -> str:
+        faster = time_of(plan, trace, hardware, tokens, useful_flops)["step_s"]
+        return f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
+
     if kernel == varlen.NAME and (name := card.faster_flash) and (note := recommendation(name)):
-        faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
-        gain = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
-        notes.append(f"{note} (forecast: {gain})")
+        notes.append(f"{note} (forecast: {with_other(card.with_attention(name))})")
+    if kernel == varlen.NAME and attention and document and (longer := plan.recipe.data.seq_len / document) > 1:
+        notes.append(
+            f"attention is counted for rows of one document; a token of this data is in one of {document:,.0f} tokens "
+            f"on average, with which the forecast is at best {with_other(hardware.with_attention_times(longer))}"
+        )
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
         **communication(plan, trace, Counts.of(weights)),
         **time,
-        attention="" if hardware.is_cpu else " and ".join(attention_kernels(trace.events, flash or "flash")),
+        attention=" and ".join(attention),
         model_flops=useful_flops,
         hardware=hardware.name,
         method="pretended accelerator" if pretend else "fake CPU",
@@ -167,8 +183,13 @@ def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any
     }
 
 
-def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
-    """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
+def time_of(
+    plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float, attention: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation.
+
+    `attention` are the names of the kernels that compute it.
+    """
     half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
     recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
     events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
@@ -176,7 +197,7 @@ def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_fl
     timed = timing.replay_streams(events, hardware, half, ranks, recompute_s, compiled)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     spread, basis = hardware.spread, hardware.basis
-    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace)):
+    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace, attention)):
         spread, basis = spread + BEYOND_RUNS, f"{basis}, but none {differs}"
     return {
         "flops": timed.flops,
@@ -191,18 +212,20 @@ def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_fl
     }
 
 
-def beyond_runs(plan: Plan, trace: Trace) -> str:
+def beyond_runs(plan: Plan, trace: Trace, attention: Iterable[str]) -> str:
     """Return how a plan differs from all published runs that the times of cards are calibrated on; "" if it does not.
 
     docs/calibration.md has the errors of these runs.
     """
     recipe = plan.recipe
+    others = " and ".join(kernel for kernel in attention if kernel != NAMES["flash"])
     return " or ".join(
         what
         for what, differs in (
             ("on more than 512 GPUs", plan.topology.world_size > 512),
             ("with rows of more than 8,192 tokens", recipe.data.seq_len > 8192),
             ("with micro-batches of less than 4,096 tokens", recipe.train.micro_batch_size * plan.tokens_of_row < 4096),
+            (f"with attention by {others}", others != ""),
             ("with experts", any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))),
             ("with frozen weights", plan.freezes),
             ("with offloading", recipe.fsdp.cpu_offload),
@@ -267,7 +290,7 @@ def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
     try:
         drawing = Path(job["plot"]) if job.get("plot") else None
         models = models_of(job, plan, known)
-        return dataclasses.asdict(estimate(plan, models, hardware, job["pretend"], drawing))
+        return dataclasses.asdict(estimate(plan, models, hardware, job["pretend"], drawing, job.get("document")))
     except FsdptrainError as error:
         return {"error": to_record(error)}
 

@@ -44,7 +44,8 @@ RECIPES = {
     "packed rows": LLAMA,
     "rows of one document, recomputed": f"{LLAMA} data.packing=none fsdp.activation_checkpointing=full",
     "QLoRA": "llama3.3-70b-qlora",
-    "float8": f"{LLAMA} train.float8=rowwise",
+    "float8, rowwise": f"{LLAMA} train.float8=rowwise",
+    "float8, tensorwise": f"{LLAMA} train.float8=tensorwise",
 }
 GRAPHS = 4  # of each: forward, backward and evaluation of a layer, and the loss
 
@@ -149,7 +150,8 @@ def main() -> None:
     pretend_cuda(capability)
     torch._dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)  # here it chooses in Python
     kernels = Kernels(capability)
-    possible = {"float8": divmod(capability, 10) >= FLOAT8_CAPABILITY, "QLoRA": keeps_integers()}
+    has_float8 = divmod(capability, 10) >= FLOAT8_CAPABILITY
+    possible = {"float8, rowwise": has_float8, "float8, tensorwise": has_float8, "QLoRA": keeps_integers()}
     for kind, recipe in RECIPES.items():
         if not possible.get(kind, True):
             print(f"{kind}: refused with this card or this version of torch")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import waits
 from cuda_fakes.lines import PACKAGE, cuda_lines, traced
 from simulated import SMALL, on_fake, plan_of
+from strict import be_strict
 from support import write_recipe
 from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
@@ -138,6 +139,7 @@ def fake(packed: bool = True) -> Iterator[None]:
 def steps(folder: Path) -> None:
     """Make steps and an evaluation in a world of four ranks, after a step on the CPU; see `waits`."""
     on_fake(plan_of(folder, data__packing="none"))
+    be_strict(CUDA.type)
     kept = {"kind": "full", "offload": True, "keep_attention": True}
     for changes in (
         {},

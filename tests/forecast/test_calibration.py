@@ -1,10 +1,11 @@
-"""`benchmarks/calibrate.py` on a few tiny runs, so that it works when it is needed."""
+"""`benchmarks/calibrate.py` on a few tiny runs, so that it works when it is needed, and on the runs held out."""
 
 from __future__ import annotations
 
 import multiprocessing
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ KNOWN = {
     "A100 flash_1": 0.95,
     "late_s": 6e-6,
 }
+
+
+def in_process(function: Callable[[Path], None], folder: Path) -> None:
+    """Call a function in a process of its own: a pretended accelerator cannot be removed again."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def _calibrate(folder: Path) -> None:
@@ -47,12 +56,28 @@ def _calibrate(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_it_finds_the_figures_that_explain_the_runs(tmp_path: Path) -> None:
-    """In a process of its own: a pretended accelerator cannot be removed again."""
-    process = multiprocessing.get_context("spawn").Process(target=_calibrate, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_process(_calibrate, tmp_path)
     text = (tmp_path / "out.txt").read_text()
     fitted = {name: float(value) for name, value in re.findall(r"^(.*): fitted (\S+),", text, re.MULTILINE)}
     assert fitted == {name: pytest.approx(value, rel=0.05) for name, value in KNOWN.items()}
     assert re.search(r"^\| held out, all \| 1 \|", text, re.MULTILINE)
+
+
+def _compare(folder: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import calibrate
+
+    from fsdptrain.plan.hardware import CALIBRATED, SPREADS
+
+    figures, inside = calibrate.figures_as_set(), []
+    for run in calibrate.published_runs():
+        if run.held_out:
+            ratio = run.step_s / calibrate.forecast_s(run, calibrate.traces(run, folder), figures)
+            inside.append(abs(ratio - 1) <= SPREADS[CALIBRATED])
+    print(f"{sum(inside)} of {len(inside)} published runs are inside the range of their forecast")
+    assert len(inside) == 49 and sum(inside) >= 0.9 * len(inside)
+
+
+@pytest.mark.soak
+def test_nine_in_ten_of_the_runs_held_out_are_inside_the_range_that_is_printed(tmp_path: Path) -> None:
+    in_process(_compare, tmp_path)

@@ -107,11 +107,14 @@ def test_a_card_says_what_its_times_are_based_on() -> None:
 
 
 def test_the_range_is_wider_where_no_published_run_is_like_the_plan(tmp_path: Path) -> None:
-    def range_of(card: str, world: int = 8, product: str = "mm", **changes: Any) -> tuple[float, str]:
+    def range_of(
+        card: str, world: int = 8, product: str = "mm", attention: tuple[str, ...] = ("FlashAttention 2",),
+        **changes: Any,
+    ) -> tuple[float, str]:  # fmt: skip
         usual = {"data__seq_len": 4096, "train__micro_batch_size": 1, "fsdp__mixed_precision__param_dtype": "bfloat16"}
         batch = {"train__global_batch_size": world * {**usual, **changes}["train__micro_batch_size"]}
         plan = plan_of(tmp_path, world, world // 8, "cuda", **(usual | batch | changes))
-        found = time_of(plan, Trace([], [Kernel(product, BUSY, 0, 0, 0)]), KNOWN[card], 1, 1.0)
+        found = time_of(plan, Trace([], [Kernel(product, BUSY, 0, 0, 0)]), KNOWN[card], 1, 1.0, attention)
         low, high = (seconds / found["step_s"] for seconds in found["step_s_range"])
         assert math.isclose(low + high, 2)
         return round(high - 1, 3), found["time_basis"]
@@ -123,6 +126,7 @@ def test_the_range_is_wider_where_no_published_run_is_like_the_plan(tmp_path: Pa
         ("on more than 512 GPUs", 520, {}),
         ("with rows of more than 8,192 tokens", 8, {"data__seq_len": 8200}),
         ("with micro-batches of less than 4,096 tokens", 8, {"data__seq_len": 2048}),
+        ("with attention by cuDNN", 8, {"attention": ("FlashAttention 2", "cuDNN")}),
         ("with experts", 8, {"product": "_grouped_mm"}),
         ("with offloading", 8, {"fsdp__cpu_offload": True}),
         ("in float32", 8, {"fsdp__mixed_precision__param_dtype": "float32"}),

@@ -221,7 +221,8 @@ def assert_trains_as_bf16(alone: dict[str, Any], found: dict[str, Any], limit: f
     """Check losses and gradient norms: near those in bf16 but not the same, the same after a resume."""
     curves = {name: variant["curve"] for name, variant in found.items()}
     for name, curve in curves.items():
-        print(f"{name:20} loss {curve[-1][0]:.4f}  farthest from bf16 {farthest(curve, curves['bf16']):.1e}")
+        losses = " ".join(f"{loss:.4f}" for loss, _ in curve[:: max(1, len(curve) // 5)])
+        print(f"{name}: losses {losses} {curve[-1][0]:.4f}, farthest from bf16 {farthest(curve, curves['bf16']):.1e}")
     assert len({variant["start"] for variant in found.values()}) == 1, "the first weights depend on float8"
     for name, variant in found.items():
         assert variant["resumed"] == variant["curve"][len(variant["curve"]) // 2 :], f"{name}: a resume changes it"
