@@ -211,6 +211,10 @@ def _building_errors(kernel: str) -> Iterator[None]:
         raise RecipeError(f"model.config: no model can be built from it: {words}") from None
 
 
+# Methods of tensors, and functions of `torch.nn.init`, for which transformers puts its own of the same names.
+DRAWS = {"normal_", "uniform_", "kaiming_uniform_"}
+
+
 class _LargeOnMeta(TorchFunctionMode):
     """Creates tensors that are too large for a buffer on the meta device: all experts of a layer may be 30 GB.
 
@@ -220,8 +224,8 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`; if it creates a large tensor, create it on the meta device."""
         kwargs = kwargs or {}
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
-            return args[0]
+        if func.__name__ in DRAWS and (drawn := args[0] if args else kwargs["tensor"]).is_meta:
+            return drawn
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() > LARGEST_BUFFER:
