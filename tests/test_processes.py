@@ -26,7 +26,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError, Stopped
-from fsdptrain.folder.files import scratch_folder
+from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
@@ -120,6 +120,21 @@ def test_the_scratch_folder_of_a_killed_process_is_removed_by_the_next_and_that_
             assert [folder.is_dir() for folder in (*folders, mine)] == [False, True, True]
         living.communicate("\n")
     assert [path.name for path in tmp_path.iterdir()] == ["fsdptrain-notes"]
+
+
+def test_a_scratch_folder_that_another_process_finds_before_it_is_locked_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [tmp_path / "found", tmp_path / "new"]
+    for path in found:
+        path.mkdir()
+    names, held = iter(found), try_lock(found[0] / SCRATCH_LOCK)  # by the process that is about to remove it
+    assert held is not None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: str(next(names)))
+    with scratch_folder() as mine:
+        assert mine.parent == found[1]
+    os.close(held)
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])

@@ -148,13 +148,14 @@ def scratch_folder() -> Iterator[Path]:
     prefix = f"{SCRATCH}{socket.gethostname()}-"  # a lock may not reach the other hosts that share the place
     for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         _remove_unless_locked(left)
-    folder, descriptor = None, None
-    while folder is None:
+    descriptor = None
+    while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         try:
-            descriptor = try_lock(folder / SCRATCH_LOCK)
-        except FileNotFoundError:  # another process has removed it, before it was locked
-            folder = None
+            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
+                break  # else another process has found it before it was locked, and will remove it
+        except FileNotFoundError:  # and here has removed it
+            continue
         except OSError:  # this file system has no locks, so no process finds it unlocked
             break
     try:

@@ -218,7 +218,7 @@ KEPT_WHOLE = {
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
     cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
-    parity = Parity(recipe, cases, steps=3)
+    parity = Parity(recipe, cases, steps=2)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     kept = {name: [f"fsdp.ignore={patterns}"] for name, (patterns, _) in KEPT_WHOLE.items()}
     found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | kept, tmp_path)
