@@ -125,7 +125,7 @@ def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:
         return
     needed = SHM_PER_WORKER * topology.nproc_per_node
     if topology.nproc_per_node > 1 and limits.shm_bytes is not None and limits.shm_bytes < needed:
-        yield (f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: {SHM_WAY_OUT}")
+        yield f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: {SHM_WAY_OUT}"
     if topology.nnodes > 1 and limits.rdma and limits.locked_bytes is not None and limits.locked_bytes < LOCKED_BYTES:
         yield (
             f"a process may lock {size(limits.locked_bytes)} of memory, too little for NCCL over InfiniBand or RoCE: "
