@@ -5,6 +5,7 @@ The variables of the caches are set when pytest starts, before the libraries tha
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import statistics
@@ -161,3 +162,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if table.rows:
             terminalreporter.section(title)
             terminalreporter.write_line("\n".join(table.lines()))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what was imported: it would look at two million objects again and again."""
+    gc.collect()
+    gc.freeze()

@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 import fsdptrain
 from fsdptrain import processes
+from fsdptrain.launch.launcher import GLIBC_TUNABLES
 
 LONGEST_COMMAND_LINE = 2**14  # bytes that /proc can show of a forked process
 SERVER = "FSDPTRAIN_TESTS_SERVER"  # the address, without its zero, of the server that workers of pytest-xdist share
@@ -105,6 +106,7 @@ def start_server(
         words = [sys.executable, "-m", module, str(listener.fileno()), str(os.getpid()), str(folder)]
         # Threads do not survive a fork, and those of many processes on two cores wait for each other.
         env = {**env, "OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1", "HF_HUB_OFFLINE": "1"}
+        env["GLIBC_TUNABLES"] = GLIBC_TUNABLES  # as of workers: forks keep them
         room = " " * LONGEST_COMMAND_LINE
         return address, subprocess.Popen([*words, room], pass_fds=[listener.fileno()], env=env, **options)
 

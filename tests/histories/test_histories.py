@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-HISTORIES = 16  # of `make test`
+HISTORIES = 10  # of `make test`
 EVENTS, MANY = 3, 6  # of a history, at most, beside its start and its end: in `make test` and in the soak
 BATCH = 50  # histories of one call of Hypothesis in the soak
 

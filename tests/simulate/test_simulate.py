@@ -190,7 +190,7 @@ def test_the_peaks_of_the_whole_matrix(tmp_path: Path, size: str) -> None:
 
 
 RANKED = {
-    "grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.mixed_precision.param_dtype=bfloat16"],
+    "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16"],
     "no shard": ["fsdp.strategy=NO_SHARD"],
     "shards held": [
         "fsdp.strategy=HYBRID_SHARD",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
-FEWER = dict.fromkeys(LIMITS, 5)  # the soak test makes all steps
+FEWER = dict.fromkeys(LIMITS, 4)  # the soak test makes all steps
 Curve = Callable[[str, str, int], list[list[float]]]  # of a model, in a dtype, with so many steps
 
 
