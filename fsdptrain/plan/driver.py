@@ -43,10 +43,8 @@ def why_unseen(cuda: str | None, env: Mapping[str, str], root: Path = Path("/"))
     if not installed_gpus(env, root):
         return "this machine has no NVIDIA GPU"
     number = int(driver.partition(".")[0]) if driver else CUDA_13
-    name, install = (
-        f"the NVIDIA driver {driver or '(of unknown version)'}",
-        install_words(number, capability(env, root)),
-    )
+    name = f"the NVIDIA driver {driver or '(of unknown version)'}"
+    install = install_words(number, capability(env, root))
     if not install:
         return f"{name} is older than {BUILDS[-1][0]}, and no build of torch in range runs with it: update the driver"
     if cuda is None:

@@ -86,9 +86,9 @@ def estimate(
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
     if kernel == varlen.NAME and attention:
-        for note, other in faster_attention(plan, card, hardware, document).items():
+        for why, other in faster_attention(plan, card, hardware, document).items():
             faster = time_of(plan, trace, other, tokens, useful_flops)["step_s"]
-            notes.append(note.format(f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"))
+            notes.append(f"{why}: {seconds(faster)} s a step instead of {seconds(time['step_s'])} s")
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
@@ -103,17 +103,17 @@ def estimate(
 
 
 def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: float | None) -> dict[str, Hardware]:
-    """Return why the attention of packed rows may be faster than forecast → the card with that, `{}` for its time.
+    """Return why the attention of packed rows may be faster than forecast → the card with that.
 
     `hardware` is the card with the kernel that is used, `document` the tokens of the document that a token is in.
     """
     found = {}
     if (name := card.faster_flash) and (note := recommendation(name)):
-        found[f"{note} (forecast: {{}})"] = card.with_attention(name)
+        found[f"{note}; its forecast"] = card.with_attention(name)
     if document and (longer := plan.recipe.data.seq_len / document) > 1:
         found[
             f"attention is counted for rows of one document; a token of this data is in one of {document:,.0f} tokens "
-            "on average, with which the forecast is at best {}"
+            "on average, with which the forecast is at best"
         ] = hardware.with_attention_times(longer)
     return found
 
