@@ -36,10 +36,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Start the server that forks commands (`forks`) before the workers of pytest-xdist, which share it."""
-    if config.getoption("numprocesses", None):
-        os.environ[forks.SERVER] = forks.server_of_this_session()[1:]
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Fork the workers of pytest-xdist from the server that forks commands (`forks`), and let them share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if session.config.getoption("numprocesses", None):
+            os.environ[forks.SERVER] = forks.server_of_this_session()[1:]
+            patch.setattr(subprocess, "Popen", forks.Command)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,7 +39,10 @@ from fsdptrain.launch.launcher import GLIBC_TUNABLES
 
 LONGEST_COMMAND_LINE = 2**14  # bytes that /proc can show of a forked process
 SERVER = "FSDPTRAIN_TESTS_SERVER"  # the address, without its zero, of the server that workers of pytest-xdist share
-ALSO = ("ranks", "transformers.models.llama.modeling_llama", "transformers.generation.utils")  # are imported
+# What is imported besides: by ranks, and by workers of pytest-xdist.
+ALSO = (
+    "ranks", "transformers.models.llama.modeling_llama", "transformers.generation.utils", "hypothesis", "peft", "s3fs",
+)  # fmt: skip
 
 
 class Command(subprocess.Popen[Any]):
@@ -223,6 +226,7 @@ def show_command_line(words: list[str]) -> None:
 
 def run(words: list[str]) -> None:
     """Run `-m MODULE …` or `-c CODE …` in this process."""
+    words = words[1:] if words[0] == "-u" else words  # of pytest-xdist, which flushes what it writes
     option, what, *_ = words
     sys.argv = words[:1] + words[2:]
     if option == "-c":
