@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -28,14 +28,16 @@ def section_of(schema: type, name: str) -> type | None:
     return annotation if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) else None
 
 
-def all_fields(schema: type = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yield every leaf of the schema as (dotted YAML path, dataclass field)."""
+@functools.cache
+def all_fields(schema: type = Recipe) -> tuple[tuple[str, dataclasses.Field[Any]], ...]:
+    """Return every leaf of the schema as (dotted YAML path, dataclass field), in order."""
+    leaves: list[tuple[str, dataclasses.Field[Any]]] = []
     for spec in dataclasses.fields(schema):
-        section = section_of(schema, spec.name)
-        if section is None:
-            yield prefix + key_of(spec), spec
+        if section := section_of(schema, spec.name):
+            leaves += ((f"{key_of(spec)}.{path}", leaf) for path, leaf in all_fields(section))
         else:
-            yield from all_fields(section, f"{prefix}{key_of(spec)}.")
+            leaves.append((key_of(spec), spec))
+    return tuple(leaves)
 
 
 def all_paths() -> list[str]:
@@ -155,6 +157,7 @@ def canonical_spelling(path: str, value: Any) -> Any:
     return next((word for word in choices_of(path) if word.lower() == plain), value)
 
 
+@functools.cache
 def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
     """Return the field and the annotation of a key; for a key below model.config, those of model.config.
 
