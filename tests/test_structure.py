@@ -4,6 +4,7 @@ LIGHT import no torch; the document lists every module."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -42,11 +43,23 @@ def package(module: str) -> str:
     return module.rpartition(".")[0]
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree; the first is its root."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def body_of(path: Path) -> list[ast.stmt]:
+    """Return the statements of a file's top level."""
+    root = nodes_of(path)[0]
+    assert isinstance(root, ast.Module)
+    return root.body
+
+
 def imported(path: Path, only_top: bool = False) -> set[str]:
     """Return the modules of fsdptrain that a file imports."""
-    tree = ast.parse(path.read_text())
     found = set()
-    for node in tree.body if only_top else ast.walk(tree):
+    for node in body_of(path) if only_top else nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdptrain"):
             base = str(node.module).removeprefix("fsdptrain").lstrip(".")
             named = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
@@ -75,7 +88,7 @@ def test_a_module_imports_only_from_its_package_and_above(module: str) -> None:
 def public_names(path: Path) -> set[str]:
     """Return the public classes, functions and types (assigned names in CamelCase) of a module."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in body_of(path):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found.add(node.name)
         elif isinstance(node, ast.Assign):
@@ -108,7 +121,7 @@ KINDS = {  # enum → its home: no other module mentions one of its members in a
 def members_mentioned(path: Path, kind: str, words: set[str]) -> set[str]:
     """Return the members of an enum that a module mentions, as `KIND.MEMBER` or as (a part of) its value."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == kind:
             found |= {node.attr} & words
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(text := node.value.strip("_")) > 4:
@@ -127,7 +140,7 @@ def test_a_strategy_or_an_optimizer_is_known_by_name_in_one_module(kind: str) ->
 
 def names_compared(path: Path, attribute: str) -> list[str]:
     """Return the words that a module compares `ANY.attribute` with."""
-    compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+    compared = [node for node in nodes_of(path) if isinstance(node, ast.Compare)]
     sides = [[node.left, *node.comparators] for node in compared]
     found = [side for side in sides if any(isinstance(each, ast.Attribute) and each.attr == attribute for each in side)]
     return [each.value for side in found for each in side if isinstance(each, ast.Constant)]
@@ -186,7 +199,7 @@ def test_the_benchmarks_import_only_names_that_exist() -> None:
     # No test runs a benchmark, and it imports most of fsdptrain inside functions.
     missing = []
     for script in sorted((ROOT / "benchmarks").glob("*.py")):
-        for node in ast.walk(ast.parse(script.read_text())):
+        for node in nodes_of(script):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdptrain"):
                 module = str(node.module).removeprefix("fsdptrain").lstrip(".")
                 for name in (alias.name for alias in node.names):
@@ -198,7 +211,7 @@ def test_the_benchmarks_import_only_names_that_exist() -> None:
 def top_level_names(path: Path) -> set[str]:
     """Return the names that a module defines with `def`, `class` or an assignment."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in body_of(path):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
