@@ -46,7 +46,7 @@ SMALL = (
 # Of these, what is appended to or read on the node of rank 0.
 HISTORY = ("metrics.jsonl", "tensorboard", "trackers", "reference")
 
-NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
+NOT_COPIED = ("logs/lock*", "*.tmp")
 
 # Files without which transformers or peft open nothing: they are uploaded last, and removed first.
 OPENS_EXPORT = ("config.json", "adapter_config.json")
