@@ -322,15 +322,14 @@ def validate(
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = find_recipe(recipe, overrides)
-        given = {
-            "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
-            "--price-per-gpu-hour": price is not None, "--verbose": verbose,
-            "--no-build": no_build,
+        of_dry_run = {
+            "--hardware": hardware, "--plot": plot, "--advise": advise, "--price-per-gpu-hour": price,
+            "--verbose": verbose, "--no-build": no_build,
         }  # fmt: skip
-        if here and any(given.values()):
-            names = ", ".join(name for name, is_given in given.items() if is_given)
+        if here and (given := [name for name, value in of_dry_run.items() if value is not None and value is not False]):
             raise RecipeError(
-                f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
+                f"--here: cannot be combined with {', '.join(given)}, which the dry run uses: leave out one or the "
+                "other"
             )
         from fsdptrain.dryrun.request import make_request
         from fsdptrain.dryrun.summary import show_outcome

@@ -63,7 +63,7 @@ def claimed(plan: Plan) -> Iterator[str]:
         renewer.join(RENEW_S)
         with contextlib.suppress(StorageError):
             if (read_claim(place) or {}).get("run") == run:
-                place.unlink()
+                place.remove()
 
 
 def _content(mine: dict[str, Any]) -> bytes:
@@ -92,7 +92,7 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
             raise RecipeError(f"output_dir: another run is using {url}: {holder}")
         if here or time.monotonic() - seen_at > STALE_S:
             if read_claim(place) == found:
-                place.unlink()
+                place.remove()
             continue
         if seen is None:
             seen, seen_at = found, time.monotonic()

@@ -279,7 +279,7 @@ class RunStore:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            (self.root / name).unlink()
+            (self.root / name).remove()
 
 
 def this_process() -> dict[str, Any]:

@@ -81,7 +81,7 @@ def url_fault(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """An object or a folder in an object store, with the methods of a Path that are needed.
+    """An object or a folder in an object store. What a Path can do as well has the same name.
 
     Every method raises StorageError if the store refuses or does not answer, so that a checkpoint which cannot be read
     now is not taken for a damaged one.
@@ -144,7 +144,7 @@ class ObjectPath:
         with store_errors(self):
             self.fs.pipe_file(self.key, content)
 
-    def unlink(self) -> None:
+    def remove(self) -> None:
         """Remove an object if there is one."""
         with contextlib.suppress(FileNotFoundError), store_errors(self):
             self.fs.rm_file(self.key)
@@ -459,7 +459,7 @@ class _ObjectStorage(CheckpointStorage):
         """Remove the files of a checkpoint, the manifest first; other objects stay."""
         names = [name for name in self._folders().get(folder, {}) if CHECKPOINT_FILE.fullmatch(name)]
         for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
-            (self.root / folder / name).unlink()
+            (self.root / folder / name).remove()
 
     def _reject_existing(self, step: int) -> None:
         path = self.checkpoint(step) / MANIFEST_NAME
@@ -497,7 +497,7 @@ def try_writing(folder: ObjectPath) -> None:
     """Write and remove an object in a folder; raise StorageError if the store refuses."""
     probe = folder / PROBE
     probe.write_bytes(b"fsdptrain tries to write here.\n")
-    probe.unlink()
+    probe.remove()
 
 
 def abort_uploads(prefix: ObjectPath) -> None:
