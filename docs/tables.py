@@ -46,7 +46,7 @@ Not supported, unless the table says otherwise:
 def events() -> str:
     """Return the table of the events."""
     rows = [
-        f"| `{kind}` | {event.says} | {fields_text(event)} | {'yes' * event.undone} | {'yes' * event.on_board} |"
+        f"| `{kind}` | {event.says} | {fields_text(event)} | {'yes' * event.undone} | {'yes' * event.tracked} |"
         for kind, event in EVENTS.items()
     ]
     head = "event | what it says | fields, in brackets those that may be missing | undone by a resume | in trackers"

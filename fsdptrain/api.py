@@ -88,10 +88,10 @@ def read_history(run_dir: Place) -> list[dict[str, Any]]:
     from fsdptrain.folder import events
     from fsdptrain.folder.rundir import RunDir
 
-    rundir = RunDir.open(Path(run_dir))
-    if not rundir.metrics.is_file():
-        raise RecipeError(f"{os.fspath(run_dir)} is not a run folder: it has no {rundir.metrics.name}")
-    return events.read_history(rundir.metrics)
+    metrics = RunDir(Path(run_dir)).metrics
+    if not metrics.is_file():
+        raise RecipeError(f"{os.fspath(run_dir)} is not a run folder: it has no {metrics.name}")
+    return events.read_history(metrics)
 
 
 def export(run_dir: Place, *, out: Place | None = None, step: int | None = None, dtype: str | None = None) -> Path:

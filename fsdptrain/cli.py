@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, get_args, get_type_hints
 
 import typer
 
@@ -31,7 +32,17 @@ from fsdptrain.errors import (
     is_disk_full,
 )
 from fsdptrain.folder.files import scratch_folder, shipped, system_reason
-from fsdptrain.processes import Interrupted, exit_after_printing, interrupt, open_safe_streams, watch_parent
+from fsdptrain.folder.records import json_safe
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
+from fsdptrain.processes import (
+    Interrupted,
+    StopRequest,
+    exit_after_printing,
+    interrupt,
+    open_safe_streams,
+    watch_parent,
+)
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
@@ -39,7 +50,6 @@ if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
     from fsdptrain.dryrun.findings import Outcome
     from fsdptrain.dryrun.request import Request
-    from fsdptrain.folder.rundir import RunDir
     from fsdptrain.inference.opened import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
@@ -53,10 +63,7 @@ app = typer.Typer(
 )
 
 recipes_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
-
-
 app.add_typer(recipes_app, name="recipes")
-
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
 
@@ -125,9 +132,19 @@ def main() -> None:
 
 
 def _print_error(error: FsdptrainError) -> None:
-    message = f"{_own_name()}: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
-    message = "\n".join([message, *getattr(error, "__notes__", [])])
-    print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
+    problems = error.problems if isinstance(error, RecipeError) else [error]
+    _print_problems(problems, getattr(error, "__notes__", []))
+
+
+def _print_problems(problems: Sequence[object], notes: Sequence[str] = ()) -> None:
+    """Print problems on standard error: one behind the name of the command, several below it."""
+    lines = [f"{_own_name()}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
+    lines = lines if len(problems) > 1 else [f"{_own_name()}: {problems[0]}"]
+    print(wrapped_for("\n".join([*lines, *notes]), sys.stderr, extra_indent=2), file=sys.stderr)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(json_safe(value), indent=2))
 
 
 def _own_name() -> str:
@@ -176,12 +193,6 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
         record = rundir.logs / "defect.txt"
         record.write_text(traceback.format_exc(), encoding="utf-8")
         raise FsdptrainError(f"internal error: {error!r} (please report it; traceback: {record})") from error
-
-
-def _problems_text(problems: Sequence[object]) -> str:
-    if len(problems) == 1:
-        return f"{_own_name()}: {problems[0]}"
-    return f"{_own_name()}: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
 @app.command(epilog="Example: fsdptrain run shakespeare train.steps=20")
@@ -311,15 +322,14 @@ def validate(
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = find_recipe(recipe, overrides)
-        given = {
-            "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
-            "--price-per-gpu-hour": price is not None, "--verbose": verbose,
-            "--no-build": no_build,
+        of_dry_run = {
+            "--hardware": hardware, "--plot": plot, "--advise": advise, "--price-per-gpu-hour": price,
+            "--verbose": verbose, "--no-build": no_build,
         }  # fmt: skip
-        if here and any(given.values()):
-            names = ", ".join(name for name, is_given in given.items() if is_given)
+        if here and (given := [name for name, value in of_dry_run.items() if value is not None and value is not False]):
             raise RecipeError(
-                f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
+                f"--here: cannot be combined with {', '.join(given)}, which the dry run uses: leave out one or the "
+                "other"
             )
         from fsdptrain.dryrun.request import make_request
         from fsdptrain.dryrun.summary import show_outcome
@@ -337,16 +347,17 @@ def validate(
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
-            print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
+            _print_json({"notes": [], "problems": str(error).splitlines()})
             sys.exit(error.exit_code)
         raise
     if as_json:
-        print(json.dumps(outcome.report, indent=2))
+        _print_json(outcome.report)
     else:
         show_outcome(outcome, Page(), verbose)
     if outcome.problems:
-        blank_line = "\n" if sys.stderr.isatty() else ""
-        print(blank_line + wrapped_for(_problems_text(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        _print_problems(outcome.problems)
     if here:
         _exit_at_once(outcome.exit_code)
     if outcome.exit_code:
@@ -410,7 +421,6 @@ def prepare(
     written = find_recipe(recipe, overrides)
     from fsdptrain.dryrun.request import make_request
     from fsdptrain.folder.events import progress_record
-    from fsdptrain.processes import StopRequest
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
     outcome = "before all was prepared; what was finished is kept; run the same command again"
@@ -419,9 +429,10 @@ def prepare(
             from fsdptrain.data.ahead import prepare_ahead, prepared_lines
         made = prepare_ahead(plan, lambda *stage: screen.show(progress_record(*stage)))
     if as_json:
-        print(json.dumps(made, indent=2))
+        _print_json(made)
     else:
-        lines = [*prepared_lines(made, plan.recipe.data.seq_len), f"next: fsdptrain run {recipe}"]
+        command = ["fsdptrain", "run", recipe, *(overrides or []), *["--trust-remote-code"] * trust_remote_code]
+        lines = [*prepared_lines(made, plan.recipe.data.seq_len), f"next: {shlex.join(command)}"]
         print(wrapped_for("\n".join(lines), sys.stdout, extra_indent=2))
 
 
@@ -445,10 +456,7 @@ def export(
     no_compare: Annotated[bool, typer.Option("--no-compare", help="do not open the folder in a fresh process")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder. Needs one process and no GPU."""
-    from typing import get_args, get_type_hints
-
     from fsdptrain.config.schema import Export
-    from fsdptrain.folder.storage import URL
 
     for name, value in (("dtype", dtype), ("adapter", adapter), ("merge_base", merge_base)):
         choices = get_args(get_type_hints(Export)[name])
@@ -458,8 +466,6 @@ def export(
         raise RecipeError("--best and --step name two checkpoints: leave one out")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
-    from fsdptrain.processes import StopRequest
-
     outcome = "before the export was complete; nothing was written; run the same command again"
     with StopRequest() as stop, stop.obeyed_at_once(outcome), _opened_run(run_dir) as rundir:
         if not rundir.plan.is_file():
@@ -485,8 +491,6 @@ def export(
 def _opened_run(run_dir: str) -> Iterator[RunDir]:
     """Yield the folder of a run; for one in an object store, a temporary folder with its small files."""
     from fsdptrain.config.paths import path_fault
-    from fsdptrain.folder.rundir import RunDir
-    from fsdptrain.folder.storage import URL, url_fault
 
     if not URL.fullmatch(run_dir):
         yield RunDir.open(_expanded_path(Path(run_dir)).absolute())
@@ -584,7 +588,7 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
         show_outcome(outcome, Page())
-        print(_problems_text(outcome.problems), file=sys.stderr)
+        _print_problems(outcome.problems)
         sys.exit(outcome.exit_code)
     print(outcome.verdict, file=sys.stderr)
 
@@ -597,8 +601,6 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
-    from fsdptrain.folder.records import json_safe
-    from fsdptrain.folder.storage import URL
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
@@ -607,11 +609,11 @@ def status(
         if not is_run_folder(rundir.root):
             runs = list_runs(rundir.root)
             if as_json:
-                print(json.dumps(json_safe(runs), indent=2))
+                _print_json(runs)
             else:
                 show_runs(runs, rundir.root, page)
         elif as_json:
-            print(json.dumps(json_safe(observe(rundir).status()), indent=2))
+            _print_json(observe(rundir).status())
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:
@@ -659,7 +661,7 @@ def verify(
         if not as_json:
             show_survey(found, screen)
     if as_json:
-        print(json.dumps(found, indent=2))
+        _print_json(found)
     if any(part["unreadable"] for part in [*found["checkpoints"], *([found["export"]] if found["export"] else [])]):
         raise StorageError(f"{run_dir}: files cannot be read, and may be intact")
     if not found["good"]:
@@ -703,9 +705,7 @@ def evaluate(
 
         found = score_files(opened, data, ReadAs(form, {name: value for name, _, value in pairs}, seq_len), screen)
     if as_json:
-        from fsdptrain.folder.records import json_safe
-
-        print(json.dumps(json_safe(found), indent=2))
+        _print_json(found)
     else:
         show_scores(found, Page())
 
@@ -742,8 +742,6 @@ def _opened_model(
     model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
     """Yield the model of a run or a folder, opened in this process."""
-    from typing import get_args
-
     from fsdptrain.config.dtypes import ComputeDtype
 
     if dtype not in (None, *get_args(ComputeDtype)):
@@ -765,7 +763,7 @@ def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
     from fsdptrain.config.reflection import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    _print_json(json_schema())
 
 
 @app.command(epilog="Example: fsdptrain init --data a.jsonl --model org/name")
@@ -815,7 +813,7 @@ def init(
     with _screen_beside_result() as screen:
         proposal = propose(starter, hardware, screen)
     if proposal.text is None:
-        print(wrapped_for(_problems_text(proposal.outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+        _print_problems(proposal.outcome.problems)
         sys.exit(proposal.outcome.exit_code)
     _write_recipe(dest, proposal.text)
     show_proposal(proposal, Page())
@@ -950,7 +948,6 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
 def _expanded_path(written: Path) -> Path:
     """Return a path from the command line with `~` expanded; raise RecipeError if it cannot be a path."""
     from fsdptrain.config.paths import expanded, path_fault
-    from fsdptrain.folder.storage import LIKE_A_URL
 
     if fault := path_fault(str(written)):
         raise RecipeError(fault)

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from fsdptrain.errors import Stopped, killed_by
+from fsdptrain.errors import CheckpointError, Stopped, WorkerLost, killed_by
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint, because another node waits to join
@@ -123,8 +123,6 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this proce
 PR_SET_NAME = 15  # prctl(2): the name of this thread, and of the process if it is the first thread
 PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
 ANSWER_POLL_S = 0.05  # between two calls of what a parent does while it waits for an answer
-EXIT_ORPHANED = 5  # the exit code of a process whose parent is gone: that of WorkerLost
-EXIT_DISK_FULL = 6  # the exit code of a process that could not write its result: that of CheckpointError
 NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, a closed descriptor, a closed terminal
 
 # Replacements for the characters of fsdptrain's own output that an encoding lacks; other characters are escaped.
@@ -309,7 +307,7 @@ def die_with_parent(parent: int) -> None:
     if not linux or ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
         watch_parent(parent)
     if os.getppid() != parent:  # it ended before prctl. The new parent need not be 1: a subreaper adopts orphans too
-        os._exit(EXIT_ORPHANED)
+        os._exit(WorkerLost.exit_code)
 
 
 def watch_parent(parent: int) -> None:
@@ -321,7 +319,7 @@ def watch_parent(parent: int) -> None:
     def poll() -> NoReturn:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
-        os._exit(EXIT_ORPHANED)
+        os._exit(WorkerLost.exit_code)
 
     threading.Thread(target=poll, name="parent", daemon=True).start()
 
@@ -361,12 +359,12 @@ def open_safe_streams() -> None:
 
 
 def exit_after_printing(code: int) -> NoReturn:
-    """Exit with `code`, or with EXIT_DISK_FULL if a successful command could not write its standard output."""
+    """Exit with `code`, or as on a full disk if a successful command could not write its standard output."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in NO_READER_ERRNOS and not code:
         print(f"fsdptrain: standard output cannot be written: {lost.strerror}", file=sys.stderr)
-        code = EXIT_DISK_FULL
+        code = CheckpointError.exit_code
     sys.exit(code)
 
 

@@ -374,7 +374,7 @@ def _names_in(folder: Path) -> list[str]:
 def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Lock a run folder to write its export; raise RecipeError if a run is using it."""
     with contextlib.ExitStack() as stack:
-        if not _lock_run(stack, rundir):
+        if not lock_run(stack, rundir):
             raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
         yield
 
@@ -389,22 +389,17 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{node_name()}"):
             raise FolderInUse(f"output_dir: another run is using {rundir.place} on this machine")
-        first = _lock_run(stack, rundir)
+        first = lock_run(stack, rundir)
         if not first and not several:
             raise FolderInUse(f"output_dir: another run is using {rundir.place}")
         yield first
 
 
-def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
-    """Lock the run folder as `_locked` does on the first node, if that node has left the run and others go on.
+def lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
+    """Lock a run until the end of `stack`; return whether no other process had locked it.
 
-    Then a node that joins them does not take it, and writes no other plan.
+    What is locked is the mark, which stays when the logs are removed, and the file that earlier versions lock.
     """
-    _lock_run(stack, rundir)
-
-
-def _lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
-    """Lock the mark, which stays when the logs are removed, and the file that earlier versions lock."""
     with contextlib.ExitStack() as locks:
         if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
             stack.enter_context(locks.pop_all())

@@ -22,7 +22,7 @@ from typing import Any
 from fsdptrain.errors import RecipeError, StorageError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import CLAIM, described, read_claim, this_process
-from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
+from fsdptrain.folder.storage import ObjectPath, object_path
 from fsdptrain.plan.plan import Plan
 
 RENEW_S = 20.0
@@ -61,9 +61,9 @@ def claimed(plan: Plan) -> Iterator[str]:
     finally:
         ended.set()
         renewer.join(RENEW_S)
-        with contextlib.suppress(StorageError, FileNotFoundError), store_errors(place):
+        with contextlib.suppress(StorageError):
             if (read_claim(place) or {}).get("run") == run:
-                place.fs.rm_file(place.key)
+                place.remove()
 
 
 def _content(mine: dict[str, Any]) -> bytes:
@@ -91,9 +91,8 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
         if (here and _start_of(found.get("process")) == found["started"]) or (seen is not None and found != seen):
             raise RecipeError(f"output_dir: another run is using {url}: {holder}")
         if here or time.monotonic() - seen_at > STALE_S:
-            with contextlib.suppress(FileNotFoundError), store_errors(place):
-                if read_claim(place) == found:
-                    place.fs.rm_file(place.key)
+            if read_claim(place) == found:
+                place.remove()
             continue
         if seen is None:
             seen, seen_at = found, time.monotonic()
@@ -121,6 +120,6 @@ def _renew(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> N
     That may be a machine which was frozen between reading and writing the claim, and will notice that it is late.
     """
     while not ended.wait(RENEW_S):
-        with contextlib.suppress(StorageError), store_errors(place):  # it is tried again
+        with contextlib.suppress(StorageError):  # it is tried again
             if (read_claim(place) or mine).get("run") == mine["run"] and not ended.is_set():
-                place.fs.pipe_file(place.key, _content(mine))
+                place.write_bytes(_content(mine))

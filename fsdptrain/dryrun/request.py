@@ -159,7 +159,7 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
     (scratch / REQUEST).write_text(json.dumps(request.to_record()), encoding="utf-8")
     with StopRequest() as stop:
         try:
-            Attempt(plan, rundir, screen, stop, worker="check").run()
+            Attempt(plan, screen, stop, worker="check").run()
         except WorkerError:
             log = rundir.launcher_log
             if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):

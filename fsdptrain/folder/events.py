@@ -15,6 +15,7 @@ from fsdptrain.folder.files import is_regular_file
 from fsdptrain.folder.records import Record, RunState, Tail, json_safe, without_undone
 from fsdptrain.folder.rundir import RunDir
 
+Progress = Callable[[str, int, int], None]  # gets a stage, how many of its parts are done, and how many there are
 PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
 
 
@@ -114,6 +115,3 @@ def read_losses(metrics: Path) -> dict[int, float]:
 def read_history(metrics: Path | str) -> list[Record]:
     """Return the events in `metrics.jsonl`, other lines left out, without those that a later attempt undid."""
     return without_undone(Tail(Path(metrics), from_end=False).read())
-
-
-Progress = Callable[[str, int, int], None]

@@ -186,7 +186,7 @@ def is_at(descriptor: int, path: Path) -> bool:
     """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
+    except NOTHING_THERE:
         return False
     except OSError:
         return True

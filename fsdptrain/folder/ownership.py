@@ -31,7 +31,7 @@ from fsdptrain.folder.files import (
 )
 from fsdptrain.folder.records import MAX_BYTES, json_object, read_object, read_text
 from fsdptrain.folder.rundir import MARK, RunDir
-from fsdptrain.folder.storage import Location, ObjectPath, store_errors
+from fsdptrain.folder.storage import Location, ObjectPath
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
 CARD = "README.md"  # the model card of an export, which its author completes: it is never compared, and stays
@@ -62,8 +62,7 @@ def mark_checkpoints(folder: Location, run: str) -> None:
     if marked_run(folder) not in (None, run, replaced):  # other nodes of this run may have marked it
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(mark))
     if isinstance(mark, ObjectPath):
-        with store_errors(mark):
-            mark.fs.pipe_file(mark.key, text.encode())
+        mark.write_bytes(text.encode())
     else:
         write_atomically(mark, text)
 

@@ -24,6 +24,7 @@ from fsdptrain.text import counted
 Record = dict[str, Any]
 MAX_BYTES = 2**24  # of a line, and of a file that is one object; the `start` event names the host of every rank
 MAX_DEPTH = 16  # of lists and objects inside each other; a plan has six
+NOT_READ = (*NOTHING_THERE, Unreadable, StorageError)  # errors of a file that is missing, damaged, or out of reach
 SHOWN_FAULTS = 3  # faults of one file that are described; the others are counted
 ETA_STEPS = 32  # of which the mean time gives the ETA
 
@@ -78,7 +79,7 @@ class EventKind:
     fields: dict[str, FieldType]
     optional: dict[str, FieldType] = field(default_factory=dict)
     undone: bool = False  # if the run resumes from before its step
-    on_board: bool = False  # trackers get it
+    tracked: bool = False  # trackers get it
     trains: bool = False  # written by workers that have met
 
 
@@ -114,18 +115,18 @@ EVENTS = {
             "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
             "loss_scale": NUMBER, **PREFERENCES,
         },
-        undone=True, on_board=True, trains=True,
+        undone=True, tracked=True, trains=True,
     ),
     "eval": EventKind(
         "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
         {"step": COUNT, "loss": NUMBER, "tokens": COUNT},
         {"perplexity": NUMBER, "losses": NUMBERS, **PREFERENCES},
-        undone=True, on_board=True, trains=True,
+        undone=True, tracked=True, trains=True,
     ),
     "generated": EventKind(
         "what the model writes behind the prompts of `eval.prompts` after `step`",
         {"step": COUNT, "prompts": TEXTS, "texts": TEXTS},
-        undone=True, on_board=True, trains=True,
+        undone=True, tracked=True, trains=True,
     ),
     "save": EventKind(
         "the checkpoint of `step` is complete",
@@ -283,6 +284,15 @@ def restore_numbers(record: Record) -> None:
 
 def _restored(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def numbers_in(fields: Record) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield the numbers of a record with their names, those in objects too; not those in lists, which are of ranks."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from (((name, *below), number) for below, number in numbers_in(value))
+        elif NUMBER.fits(value):
+            yield (name,), value
 
 
 class Tail:
@@ -453,6 +463,14 @@ class RunState:
     def trained_by(self) -> Record | None:
         """The `start` event of the attempt that trained the newest step that is not undone."""
         return self._trained[-1]["start"] if self._trained else None
+
+    def hosts(self, world_size: int | None = None) -> list[str]:
+        """Return the host names of all ranks of the newest attempt that has reported them, if they are on several.
+
+        None if it had not `world_size` ranks: then it was an earlier attempt.
+        """
+        hosts: list[str] = self.newest.get("start", {}).get("hosts", [])
+        return hosts if world_size in (None, len(hosts)) else []
 
     def losses(self, until: float = math.inf, name: str = "loss") -> dict[int, float]:
         """Return the held-out losses that can be compared, by step, up to the step `until`.

@@ -46,7 +46,7 @@ SMALL = (
 # Of these, what is appended to or read on the node of rank 0.
 HISTORY = ("metrics.jsonl", "tensorboard", "trackers", "reference")
 
-NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
+NOT_COPIED = ("logs/lock*", "*.tmp")
 
 # Files without which transformers or peft open nothing: they are uploaded last, and removed first.
 OPENS_EXPORT = ("config.json", "adapter_config.json")
@@ -86,7 +86,7 @@ class RunStore:
             return
         # First in the store: what another machine uploads from now on is refused there, so that nothing is missed.
         mine = json.dumps({**this_process(), "folder": str(self.rundir.root), "id": uuid.uuid4().hex})
-        self._write(WRITTEN_BY, mine.encode())
+        (self.root / WRITTEN_BY).write_bytes(mine.encode())
         if theirs:
             self.fetch(self.rundir.root, names)
         write_atomically(self.rundir.root / WRITTEN_BY, mine)  # only now: a fetch that was killed is repeated
@@ -273,21 +273,13 @@ class RunStore:
             target.fs.put_file(str(self.rundir.root / name), target.key, callback=Sent())
 
     def _read(self, name: str) -> bytes | None:
-        source = self.root / name
-        with contextlib.suppress(FileNotFoundError), store_errors(source):
-            return bytes(source.fs.cat_file(source.key))
+        with contextlib.suppress(FileNotFoundError):
+            return (self.root / name).read_bytes()
         return None
-
-    def _write(self, name: str, content: bytes) -> None:
-        target = self.root / name
-        with store_errors(target):
-            target.fs.pipe_file(target.key, content)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            target = self.root / name
-            with contextlib.suppress(FileNotFoundError), store_errors(target):
-                target.fs.rm_file(target.key)
+            (self.root / name).remove()
 
 
 def this_process() -> dict[str, Any]:
@@ -304,8 +296,7 @@ def described(by: dict[str, Any]) -> str:
 def read_claim(place: ObjectPath) -> dict[str, Any] | None:
     """Return the fields of a claim; {} for an object that is none, None if there is no object."""
     try:
-        with store_errors(place):
-            return parsed_object(place.fs.cat_file(place.key))
+        return parsed_object(place.read_bytes())
     except FileNotFoundError:
         return None
 

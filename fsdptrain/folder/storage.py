@@ -81,7 +81,7 @@ def url_fault(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """An object or a folder in an object store, with the methods of a Path that reading a checkpoint needs.
+    """An object or a folder in an object store. What a Path can do as well has the same name.
 
     Every method raises StorageError if the store refuses or does not answer, so that a checkpoint which cannot be read
     now is not taken for a damaged one.
@@ -133,6 +133,21 @@ class ObjectPath:
             return []
         keys = {info["name"].rstrip("/"): "/" * (info["type"] == "directory") for info in found}
         return sorted(key.rpartition("/")[2] + slash for key, slash in keys.items() if key != self.key)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of an object; raises FileNotFoundError if there is none."""
+        with store_errors(self):
+            return bytes(self.fs.cat_file(self.key))
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write an object, in place of one that is there."""
+        with store_errors(self):
+            self.fs.pipe_file(self.key, content)
+
+    def remove(self) -> None:
+        """Remove an object if there is one."""
+        with contextlib.suppress(FileNotFoundError), store_errors(self):
+            self.fs.rm_file(self.key)
 
     def create(self, content: bytes) -> bool:
         """Create an object; return False if there is one already."""
@@ -197,13 +212,11 @@ def store_errors(place: object) -> Iterator[None]:
         raise StorageError(f"{place}: {reason} ({type(error).__name__}: {first_line(error)})") from error
 
 
+@dataclass(frozen=True)
 class CheckpointStorage(ABC):
     """The checkpoints of one run. Every rank may read, and calls `staging` and `deliver`; rank 0 does the rest."""
 
-    @property
-    @abstractmethod
-    def folder(self) -> Path:
-        """The folder on the local disk to which every rank writes."""
+    folder: Path  # on the local disk, to which every rank writes
 
     @abstractmethod
     def checkpoint(self, step: int) -> Any:
@@ -266,30 +279,24 @@ class CheckpointStorage(ABC):
 class _LocalStorage(CheckpointStorage):
     """Checkpoints in a folder that all ranks see: written to `step-N.tmp`, published by renaming it to `step-N`."""
 
-    root: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.root
-
     def __str__(self) -> str:
-        return str(self.root)
+        return str(self.folder)
 
     def checkpoint(self, step: int) -> Path:
-        return self.root / checkpoint_name(step)
+        return self.folder / checkpoint_name(step)
 
     def steps(self) -> list[int]:
         return _steps(self._names())
 
     def staging(self, step: int) -> Path:
-        return self.root / f"{checkpoint_name(step)}.tmp"
+        return self.folder / f"{checkpoint_name(step)}.tmp"
 
     def deliver(self, step: int, path: Path) -> Path:
         return path
 
     def remove_leftovers(self) -> None:
-        self._make_root()
-        for path in self.root.glob("step-*"):
+        self._make_folder()
+        for path in self.folder.glob("step-*"):
             if UNFINISHED.fullmatch(path.name):
                 with contextlib.suppress(OSError, StorageError):
                     remove_checkpoint(path)
@@ -298,15 +305,15 @@ class _LocalStorage(CheckpointStorage):
         scratch = self.staging(step)
         _reject_existing(self.checkpoint(step))
         remove_checkpoint(scratch)
-        self._make_root()
+        self._make_folder()
         scratch.mkdir()
-        fsync(self.root)
+        fsync(self.folder)
 
-    def _make_root(self) -> None:
+    def _make_folder(self) -> None:
         """Create the folder if it is missing, but not the one above, which is missing if the run folder was removed."""
-        if not self.root.exists():
-            self.root.mkdir(exist_ok=True)
-            fsync(self.root.parent)
+        if not self.folder.exists():
+            self.folder.mkdir(exist_ok=True)
+            fsync(self.folder.parent)
 
     def publish(self, step: int, manifest: bytes) -> None:
         scratch, target = self.staging(step), self.checkpoint(step)
@@ -322,7 +329,7 @@ class _LocalStorage(CheckpointStorage):
             remove_checkpoint(self.staging(step))
 
     def remove(self, step: int) -> None:
-        trash = self.root / f"{checkpoint_name(step)}.old"
+        trash = self.folder / f"{checkpoint_name(step)}.old"
         remove_checkpoint(trash)
         self.checkpoint(step).rename(trash)
         remove_checkpoint(trash)
@@ -351,8 +358,8 @@ class _LocalStorage(CheckpointStorage):
 
     def _names(self) -> list[str]:
         """Return the names in the folder, none if it does not exist; raise StorageError if it cannot be listed."""
-        with contextlib.suppress(*NOTHING_THERE), system_errors(self.root):
-            return os.listdir(self.root)  # noqa: PTH208
+        with contextlib.suppress(*NOTHING_THERE), system_errors(self.folder):
+            return os.listdir(self.folder)  # noqa: PTH208
         return []
 
 
@@ -364,11 +371,6 @@ class _ObjectStorage(CheckpointStorage):
     """
 
     root: ObjectPath
-    local: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.local
 
     def __str__(self) -> str:
         return str(self.root)
@@ -380,8 +382,8 @@ class _ObjectStorage(CheckpointStorage):
         return _steps(name for name, objects in self._folders().items() if MANIFEST_NAME in objects)
 
     def staging(self, step: int) -> Path:
-        self.local.mkdir(parents=True, exist_ok=True)
-        return self.local
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
 
     def deliver(self, step: int, path: Path) -> ObjectPath:
         target = self.checkpoint(step) / path.name
@@ -394,7 +396,7 @@ class _ObjectStorage(CheckpointStorage):
 
     def remove_leftovers(self) -> None:
         try_writing(self.root)  # a store that refuses is reported before the first step
-        for path in self.local.glob("*"):  # of ranks that were killed in a save
+        for path in self.folder.glob("*"):  # of ranks that were killed in a save
             if CHECKPOINT_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         for name in _without_manifest(self._folders()):
@@ -407,9 +409,7 @@ class _ObjectStorage(CheckpointStorage):
 
     def publish(self, step: int, manifest: bytes) -> None:
         self._reject_existing(step)
-        target = self.checkpoint(step) / MANIFEST_NAME
-        with store_errors(target):
-            target.fs.pipe_file(target.key, manifest)
+        (self.checkpoint(step) / MANIFEST_NAME).write_bytes(manifest)
 
     def discard(self, step: int) -> None:
         with contextlib.suppress(CheckpointError):
@@ -459,9 +459,7 @@ class _ObjectStorage(CheckpointStorage):
         """Remove the files of a checkpoint, the manifest first; other objects stay."""
         names = [name for name in self._folders().get(folder, {}) if CHECKPOINT_FILE.fullmatch(name)]
         for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
-            path = self.root / folder / name
-            with store_errors(path), contextlib.suppress(FileNotFoundError):
-                path.fs.rm_file(path.key)
+            (self.root / folder / name).remove()
 
     def _reject_existing(self, step: int) -> None:
         path = self.checkpoint(step) / MANIFEST_NAME
@@ -480,7 +478,7 @@ def open_storage(path: str | None, folder: Path) -> CheckpointStorage:
         return _LocalStorage(Path(path) if path else folder)
     if fault := url_fault(found[0]):
         raise StorageError(f"checkpoint.path: {fault}")
-    return _ObjectStorage(object_path(found[0]), folder / "upload")
+    return _ObjectStorage(folder / "upload", object_path(found[0]))
 
 
 def object_path(url: str) -> ObjectPath:
@@ -498,9 +496,8 @@ def object_path(url: str) -> ObjectPath:
 def try_writing(folder: ObjectPath) -> None:
     """Write and remove an object in a folder; raise StorageError if the store refuses."""
     probe = folder / PROBE
-    with store_errors(probe):
-        probe.fs.pipe_file(probe.key, b"fsdptrain tries to write here.\n")
-        probe.fs.rm_file(probe.key)
+    probe.write_bytes(b"fsdptrain tries to write here.\n")
+    probe.remove()
 
 
 def abort_uploads(prefix: ObjectPath) -> None:

@@ -198,7 +198,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
         meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
-        run=json.dumps(run_here(plan) if worker == WORKERS["train"] else {"digest": worker}),
+        run=json.dumps(describe_run(plan) if worker == WORKERS["train"] else {"digest": worker}),
     )
     words = [
         f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",
@@ -228,7 +228,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     return {}
 
 
-def run_here(plan: Plan) -> dict[str, object]:
+def describe_run(plan: Plan) -> dict[str, object]:
     """Return what must be equal on all nodes that meet at one place, and what names the run and this node."""
     return {
         "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from fsdptrain.errors import (
     FsdptrainError,
     KilledForMemory,
-    StorageError,
-    Unreadable,
     WorkerError,
     WorkerLost,
     from_record,
@@ -26,8 +24,7 @@ from fsdptrain.errors import (
     listed,
     own_frame,
 )
-from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import open_regular, read_object, read_text
+from fsdptrain.folder.records import NOT_READ, Record, open_regular, read_object, read_text
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import hosts_of, ranks_text
@@ -35,20 +32,17 @@ from fsdptrain.text import hosts_of, ranks_text
 HEARTBEAT_S, HEARTBEATS_PER_S = 5.0, 100  # seconds between heartbeats of a rank; heartbeats of all ranks a second
 MISSED = 3  # such intervals, after which a rank is silent
 REPORT = re.compile(r"rank-([0-9]+)\.json")
-NOT_READ = (*NOTHING_THERE, Unreadable, StorageError)  # errors of a file that is missing, damaged, or out of reach
 SILENT = "does not respond: it is stopped, or its machine cannot be reached"
 
 
-def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
+def explain(failure: Record, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
     """Return the error of the first rank that failed, as the agent reported it, with its log file.
 
     `hosts` are the host names of all ranks, if they are known.
     """
-    number = int(str(failure["rank"]))
-    log, rank = rundir.rank_log(number), ranks_text([number], hosts)
+    log, rank = rundir.rank_log(failure["rank"]), ranks_text([failure["rank"]], hosts)
     log = log if log.exists() else rundir.launcher_log  # it failed before it opened its own log
-    record = failure.get("record")
-    if isinstance(record, dict):
+    if record := failure.get("record"):
         error = from_record(record)
         if not isinstance(error, WorkerError):
             return error
@@ -58,7 +52,7 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequen
             f"{rank} was killed by the kernel {when}, because the memory of its host was full; its output: {log}"
         )
     if failure.get("signal"):
-        return WorkerLost(f"{rank} was {killed_by(str(failure['signal']))} {when}; its output: {log}")
+        return WorkerLost(f"{rank} was {killed_by(failure['signal'])} {when}; its output: {log}")
     return WorkerLost(f"{rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}")
 
 

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import IO
 
 from fsdptrain.attempts.attempts import EarlierAttempts, inspect_earlier_attempts
-from fsdptrain.attempts.claim import take_over_lock
+from fsdptrain.attempts.claim import lock_run
 from fsdptrain.errors import (
     KernelFailed,
     KilledForMemory,
@@ -42,7 +42,6 @@ from fsdptrain.errors import (
 from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
 from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
@@ -87,7 +86,7 @@ def launch(
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
-            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings, poll=poll)
+            attempt = Attempt(plan, screen, stop, folder=folder, settings=settings, poll=poll)
             # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
             if restarts and plan.topology.nnodes == 1:
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
@@ -130,7 +129,8 @@ def launch(
                 restarts += 1
                 alone_since = time.monotonic()
                 screen.say(f"{error}\nrestart {restarts} of {plan.recipe.launch.max_restarts}")
-                take_over_lock(lock, rundir)
+                # If the first node has left the run: else a node that joins takes its lock, and writes another plan.
+                lock_run(lock, rundir)
 
 
 def upload_export(plan: Plan, screen: Screen) -> None:
@@ -207,7 +207,6 @@ class Attempt:
     def __init__(
         self,
         plan: Plan,
-        rundir: RunDir,
         screen: Screen,
         stop: StopRequest,
         worker: str = "train",
@@ -219,18 +218,18 @@ class Attempt:
 
         `poll` is called again and again once the nodes have met, with whether this is the node of rank 0.
         """
-        self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
+        self.plan, self.rundir, self.screen, self.stop, self.worker = plan, plan.rundir, screen, stop, worker
         self._settings, self._poll = settings, poll
         self._check_folder = folder.check if folder else lambda: None
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
         self.waited = False  # for ten minutes or more, for others that train
         self._met = plan.topology.nnodes == 1
         # Once the nodes have met: how many `nodes`, which `node` this is, and the number of the attempt `before`.
-        self._place: dict[str, int] = {}
+        self._meeting: dict[str, int] = {}
         if self._met:
-            self._place = {"nodes": 1, "node": 0, "before": rundir.newest_attempt()}
-            cut_partial_lines(rundir)
-        self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
+            self._meeting = {"nodes": 1, "node": 0, "before": self.rundir.newest_attempt()}
+            cut_partial_lines(self.rundir)
+        self._tails = (Tail(self.rundir.metrics), Tail(self.rundir.progress))
         self._started = time.monotonic()
         self._refusal: dict[str, str] = {}  # of another node, before they met
         self._killed_because = ""  # why this process killed the workers, if it did
@@ -274,7 +273,7 @@ class Attempt:
             with contextlib.suppress(json.JSONDecodeError):  # incomplete, if the agent was killed
                 record = json.loads(line)
                 if "nodes" in record:
-                    self._place = record
+                    self._meeting = record
                 elif "others" in record:
                     self.waited = True
                 elif "refused" in record:
@@ -291,12 +290,12 @@ class Attempt:
 
     def _note_meeting(self) -> None:
         """When the nodes have met, plan for as many as they are; from now on the records are of this attempt."""
-        if self._met or not self._place:
+        if self._met or not self._meeting:
             return
         self._met = True
-        if self._place["node"] == 0:  # the workers, which need seconds to start, do not write yet
+        if self._meeting["node"] == 0:  # the workers, which need seconds to start, do not write yet
             cut_partial_lines(self.rundir)
-        self.plan = self.plan.on_nodes(self._place["nodes"])
+        self.plan = self.plan.on_nodes(self._meeting["nodes"])
         if self.plan.topology.is_elastic:
             self.screen.say(nodes_text(self.plan))
         self._show_start()
@@ -352,7 +351,7 @@ class Attempt:
             self._say_late()
             self._show_new_records()
             if self._met:
-                self._poll(self._place["node"] == 0)
+                self._poll(self._meeting["node"] == 0)
             if self.stop.count and not self._met:  # there are no workers to wait for
                 self._killed_because = f"by {self.stop.by}"
                 return
@@ -380,9 +379,9 @@ class Attempt:
     def _hung_ranks(self) -> list[int]:
         """Return the ranks that report a hang in this attempt, and the stuck ones of this node, which cannot."""
         attempt, local = self.rundir.newest_attempt(), self.plan.topology.nproc_per_node
-        if not self._met or attempt <= self._place["before"]:  # the ranks have not met
+        if not self._met or attempt <= self._meeting["before"]:  # the ranks have not met
             return []
-        first = self._place["node"] * local
+        first = self._meeting["node"] * local
         return hung_ranks(self.rundir, attempt, range(first, first + local))
 
     def _still_hung(self) -> bool:
@@ -423,15 +422,16 @@ class Attempt:
             raise Stopped(f"stopped {self._killed_because} {when}; run the same command to continue")
         if self._killed_because:
             raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
+        hosts = self.screen.state.hosts(self.plan.topology.world_size)
         if self._hung_ranks():
             attempt = self.rundir.newest_attempt()
-            raise WorkerLost(explain_hang(attempt, self.plan, self.rundir, self._when(), self._hosts()))
+            raise WorkerLost(explain_hang(attempt, self.plan, self.rundir, self._when(), hosts))
         cause = failure if code >= 0 else {}
         # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet. The terminal sends
         # Ctrl-C to the agent, too, in the moment before it has a session of its own.
         unprepared = self.stop.count and (-code in STOP_SIGNALS or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
-            raise explain(cause, self.rundir, self._when(), self._hosts())
+            raise explain(cause, self.rundir, self._when(), hosts)
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
@@ -464,11 +464,6 @@ class Attempt:
             return newest
         steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
         return f"{steps} lost, {newest}"
-
-    def _hosts(self) -> list[str]:
-        """Return the host names of all ranks, as the workers reported them; none on one node, and before they did."""
-        hosts: list[str] = self.screen.last.get("start", {}).get("hosts", [])
-        return hosts if len(hosts) == self.plan.topology.world_size else []
 
     def _when(self) -> str:
         state = self.screen.state

@@ -103,7 +103,7 @@ class Observer:
             "nodes_allowed": [*node_range(self.plan.recipe.launch.nnodes)] if self.plan.topology.is_elastic else None,
             "source": self.plan.topology.source or None,
             "host": start.get("host"),
-            "hosts": self._hosts(),
+            "hosts": self._run.hosts(world),
             "attempts": self._run.attempts,
             "last_record_age_s": silent_s,
             "late": late,
@@ -163,7 +163,9 @@ class Observer:
             return self._end()
         if self._hung_ranks():
             attempt, when = self.rundir.newest_attempt(), f"after step {made}"
-            return "hung", explain_hang(attempt, self._newest_plan, self.rundir, when, self._hosts())
+            plan = self._newest_plan
+            hosts = self._run.hosts(plan.topology.world_size)
+            return "hung", explain_hang(attempt, plan, self.rundir, when, hosts)
         if here:
             return "running", f"on this machine{self._restart_text()}"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
@@ -270,11 +272,6 @@ class Observer:
             return []
         return hung_ranks(self.rundir, attempt, range(self._newest_plan.topology.world_size))
 
-    def _hosts(self) -> list[str]:
-        hosts: list[str] = self._last.get("start", {}).get("hosts", [])
-        # An earlier attempt may have had others.
-        return hosts if len(hosts) == self._newest_plan.topology.world_size else []
-
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")
         if found is None or made - found["step"] > CURRENT_STEPS or not waits_for_slow_ranks(self._last.get("start")):
@@ -313,10 +310,9 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     """
     found = []
     for path in runs_below(folder):
-        rundir = RunDir.open(path)
         try:
-            found.append(observe(rundir).status())
-        except RecipeError as error:
+            found.append(observe(RunDir.open(path)).status())
+        except (RecipeError, StorageError) as error:
             if is_marked(path):  # else plan.json is of another program
                 found.append(UNKNOWN | {"state": "unreadable", "why": first_line(error), "run_dir": str(path)})
     if not found:

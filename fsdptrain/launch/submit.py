@@ -207,13 +207,15 @@ def slurm_script(
     options = parse_options(more, job.gpus_per_node)
     stop_before_s = take_stop_signal(options)
     check_times(limit, stop_before_s, job.plan.recipe.launch.grace_s)
-    shares_nodes = options.keys() & {"--cpus-per-task", "-c"}
+    whole = {} if options.keys() & {"--cpus-per-task", "-c"} else WHOLE_NODES
+    if any(name.startswith("--mem-per") for name in options):  # sbatch refuses a script with two sizes of memory
+        whole = {name: value for name, value in whole.items() if name != "--mem"}
     own = {
         "--job-name": job.name,
         "--nodes": str(job.plan.topology.nnodes),
         "--ntasks-per-node": "1",  # fsdptrain starts the workers of a node
         **({"--gpus-per-node": str(job.gpus_per_node)} if job.gpus_per_node else {}),
-        **({} if shares_nodes else WHOLE_NODES),
+        **whole,
         "--output": str(job.logs).replace("%", "%%") + "/slurm-%j.log",
         "--open-mode": "append",
         "--requeue": "",

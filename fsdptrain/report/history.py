@@ -12,7 +12,7 @@ from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
 from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import NUMBER, Record, Tail, read_object, without_undone
+from fsdptrain.folder.records import Record, Tail, numbers_in, read_object, without_undone
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.measured import comparison_line
 from fsdptrain.launch.status import UNKNOWN, observe
@@ -38,7 +38,7 @@ class RunHistory:
 
     def __post_init__(self) -> None:
         self.kept = without_undone(self.records)
-        self.records = [*_with_losses(self.records)]
+        self.records = [*_with_lost_attempts(self.records)]
 
     @cached_property
     def start(self) -> Record:
@@ -55,8 +55,8 @@ class RunHistory:
         found: dict[str, dict[str, Points]] = {"step": {}, "eval": {}}
         for record in self.kept:
             if record["event"] in found:
-                for name, value in _numbers(record):
-                    found[record["event"]].setdefault(name, []).append((record["step"], value))
+                for names, value in numbers_in(record):
+                    found[record["event"]].setdefault(".".join(names), []).append((record["step"], float(value)))
         return found
 
     def attempts(self) -> Iterator[list[Record]]:
@@ -95,7 +95,7 @@ class RunHistory:
         return {}
 
 
-def _with_losses(records: Sequence[Record]) -> Iterator[Record]:
+def _with_lost_attempts(records: Sequence[Record]) -> Iterator[Record]:
     """Yield the records and, before a start that follows no end, that the attempt before it was lost."""
     newest, ended = Record(), True
     for record in records:
@@ -138,12 +138,3 @@ def changed_keys(runs: Sequence[RunHistory]) -> list[str]:
     others = recipes[1:] if len(runs) > 1 else [flat(Recipe())]
     keys = recipes[0].keys() - {"name", "output_dir"} if recipes else ()
     return [key for key in flat(Recipe()) if key in keys and any(recipes[0][key] != other[key] for other in others)]
-
-
-def _numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record, those of objects in it too, as `object.name`."""
-    for name, value in record.items():
-        if NUMBER.fits(value):
-            yield prefix + name, float(value)
-        elif isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{name}.")

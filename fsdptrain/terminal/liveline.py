@@ -27,9 +27,9 @@ RIGHT_MARGIN = 3  # columns left free, because Ctrl-C prints ^C there; a wrapped
 
 
 class Part(NamedTuple):
-    """A part of the line. Parts with the highest `rank` are left out first. A bar has no text and fills the rest."""
+    """A part of the line. Those of the highest `tier` are left out first. A bar has no text and fills the rest."""
 
-    rank: int
+    tier: int
     text: str | None
 
 
@@ -88,7 +88,7 @@ def parts_that_fit(parts: list[Part], width: int) -> list[Part]:
     """Return the parts that fit into `width` columns, in their order; the most important one is always kept."""
     kept = list(parts)
     while len(kept) > 1 and total_width(kept) > width:
-        kept.remove(max(kept, key=lambda part: part.rank))
+        kept.remove(max(kept, key=lambda part: part.tier))
     return kept
 
 

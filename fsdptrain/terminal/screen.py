@@ -123,7 +123,7 @@ class Screen:
         self._rank_memory = record.get("peak_memory_by_rank", self._rank_memory)
         self._label_tokens[-1:] = [record["total_tokens"]]
         step = record["step"]
-        total = self.last["start"]["total_steps"] if "start" in self.last else step
+        total = self._total_steps(step)
         eta = max(0, total - step) * statistics.fmean(self.state.step_times)
         parts = [
             Part(1, f"loss {record['loss']:.4f}"),
@@ -145,6 +145,10 @@ class Screen:
             self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
 
+    def _total_steps(self, step: int) -> int:
+        """Return the steps of the run; without its `start` event, this step."""
+        return int(self.last["start"]["total_steps"]) if "start" in self.last else step
+
     def _least_memory(self) -> str:
         """Return the peak of the rank with the least memory, as the beginning of a range, if the ranks differ."""
         least = min(self._rank_memory, default=0)
@@ -155,7 +159,7 @@ class Screen:
         if not self._least_memory():
             return ""
         fullest = self._rank_memory.index(max(self._rank_memory))
-        return f" (most on {ranks_text([fullest], self.last.get('start', {}).get('hosts', []))})"
+        return f" (most on {ranks_text([fullest], self.state.hosts())})"
 
     def _is_line_due(self, kind: str, step: int, total: int) -> bool:
         """Return whether an event gets a line that stays above the live line; over a whole run LINES of a kind do."""
@@ -174,8 +178,8 @@ class Screen:
         return "  ".join(parts)
 
     def _on_eval(self, record: Record) -> None:
-        step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
-        if not self.live or self._is_line_due("eval", step, total):
+        step = record["step"]
+        if not self.live or self._is_line_due("eval", step, self._total_steps(step)):
             sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
             self.say(
                 f"eval at step {step}: loss {record['loss']:.4f}  {_quality(record)}  "
@@ -188,8 +192,8 @@ class Screen:
         self.say(f"{without_better(record)}: the run ends after step {record['step']} (eval.patience)")
 
     def _on_generated(self, record: Record) -> None:
-        step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
-        if self.live and not self._is_line_due("generated", step, total):
+        step = record["step"]
+        if self.live and not self._is_line_due("generated", step, self._total_steps(step)):
             return
         room = min(self.console.width, SAMPLE_COLUMNS) if self.live else SAMPLE_COLUMNS
         for prompt, text in zip(record["prompts"], record["texts"], strict=False):
@@ -202,7 +206,7 @@ class Screen:
     def _on_straggler(self, record: Record) -> None:
         if not waits_for_slow_ranks(self.last.get("start")):
             return
-        who = ranks_text([record["rank"]], self.last.get("start", {}).get("hosts", []))
+        who = ranks_text([record["rank"]], self.state.hosts())
         self.say(
             f"{who} is slow: all other ranks wait for its {record['cause']}, about {record['cost']:.0%} of each step"
         )

@@ -16,23 +16,24 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from fsdptrain.errors import StorageError, Unreadable, first_line
-from fsdptrain.folder.files import NOTHING_THERE, write_atomically
+from fsdptrain.errors import first_line
+from fsdptrain.folder.files import write_atomically
 from fsdptrain.folder.records import (
     COUNT,
     EVENTS,
-    OBJECT,
+    NOT_READ,
+    NUMBERS,
     TEXT,
     TEXTS,
     Record,
     Tail,
     field_fault,
     last_kept,
+    numbers_in,
     read_object,
     without_undone,
 )
@@ -58,8 +59,8 @@ class TrackerState:
     @classmethod
     def read(cls, rundir: RunDir, name: str) -> TrackerState:
         """Return how far a tracker of a run is; of a new one, or if the file cannot be read, not at all."""
-        kinds = {"id": TEXT, "shown_by": TEXTS, "offset": COUNT, "newest": OBJECT, "state": TEXT}
-        with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable):
+        kinds = {"id": TEXT, "shown_by": TEXTS, "offset": COUNT, "newest": NUMBERS, "state": TEXT}
+        with contextlib.suppress(*NOT_READ):
             found = read_object(rundir.trackers / f"{name}.json")
             if (
                 found.keys() == kinds.keys()
@@ -110,7 +111,7 @@ class Follower:
                     self._keep()
             if self._tail.offset != self._state.offset:
                 self._keep()
-        with contextlib.suppress(*NOTHING_THERE, StorageError, Unreadable):
+        with contextlib.suppress(*NOT_READ):
             self._library.configure({"forecast": read_object(self._rundir.forecast)})
         self._library.finish(end["state"], end["message"])
         self._state.state = end["state"]
@@ -123,11 +124,12 @@ class Follower:
             last = last_kept(record["step"])
             if self._library.rewind(last) or record.get("changed"):
                 newest.update({known: min(step, last) for known, step in newest.items()})
-        elif kind in EVENTS and EVENTS[kind].on_board and record["step"] > newest.get(kind, -1):
+        elif kind in EVENTS and EVENTS[kind].tracked and record["step"] > newest.get(kind, -1):
             fields = {name: value for name, value in record.items() if name not in ("event", "at", "step")}
             pairs = zip(record.get("prompts", ()), record.get("texts", ()), strict=False)
             texts = {f"{kind}/{i}": f"{prompt}\n\n{text}" for i, (prompt, text) in enumerate(pairs, 1)}
-            self._library.log(record["step"], record["at"], dict(_numbers(fields, kind)), texts)
+            numbers = {"/".join((kind, *names)): number for names, number in numbers_in(fields)}
+            self._library.log(record["step"], record["at"], numbers, texts)
             newest[kind] = record["step"]
 
     def _keep(self) -> None:
@@ -138,15 +140,6 @@ class Follower:
         disk, (share, most) = shutil.disk_usage(self._rundir.root), LEFT_FREE
         if disk.free < min(share * disk.total, most):
             raise OSError("the disk of the run folder is almost full, and checkpoints need the rest")
-
-
-def _numbers(fields: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of an event by their names, also those in objects, without lists, which are of each rank."""
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{above}/{name}")
-        elif type(value) in (int, float):
-            yield f"{above}/{name}", value
 
 
 def without_secrets(text: str) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -38,8 +39,9 @@ from fsdptrain.config.reader import load
 from fsdptrain.data.cache import cached_folder, is_intact
 from fsdptrain.errors import StorageError
 from fsdptrain.folder.files import read_if_there
-from fsdptrain.folder.ownership import file_stamps, read_export_record, write_export_record
+from fsdptrain.folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.folder.rundir import RunDir
+from fsdptrain.launch.status import list_runs
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
@@ -239,6 +241,16 @@ def test_a_model_without_rights_is_neither_missing_nor_a_name_on_the_hub(folder:
         with as_nobody(), pytest.raises(StorageError, match=rf"{model} cannot be read: .*\(errno 13, EACCES\)"):
             reading(str(model))
     assert is_folder(str(model)) and not is_folder("x" * 300) and not is_folder("a\0b")
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, run: RunDir) -> None:
+    write_mark(run.root)
+    shutil.copytree(run.root, folder / "other")
+    run.plan.chmod(0)
+    with as_nobody():
+        other, unreadable = list_runs(folder)
+    assert other["name"] and other["state"] != "unreadable"
+    assert unreadable["state"] == "unreadable" and "plan.json cannot be read: Permission denied" in unreadable["why"]
 
 
 def test_a_plan_that_a_node_cannot_read_is_not_called_missing(run: RunDir) -> None:

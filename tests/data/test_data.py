@@ -1227,6 +1227,9 @@ def test_a_run_uses_what_prepare_made(tmp_path: Path, own_cache: Path) -> None:
         assert (each["rows"], each["tokens"]) == (stream.corpus.notes["rows"], stream.corpus.notes["tokens"])
     assert [each["encoded_rows"] for each in made] == [made[0]["rows"], 0]
     assert made[0]["tokens_per_s"] > 0 and made[1]["tokens_per_s"] is None
+    words = ("prepare", tmp_path / "recipe.yaml", "name=two words", "--trust-remote-code")
+    next_line = run_command(*words).stdout.splitlines()[-1]
+    assert next_line == f"next: fsdptrain run {tmp_path}/recipe.yaml 'name=two words' --trust-remote-code"
 
 
 def test_only_what_is_missing_is_encoded(

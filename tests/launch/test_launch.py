@@ -184,7 +184,7 @@ def test_a_rank_that_goes_on_does_not_hang_however_long_it_was_stalled(which: st
 
 def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, 2, launch__timeout_s=1)
-    first, report = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest()), plan.rundir.hang_report(1, 0)
+    first, report = Attempt(plan, Screen(quiet=True), StopRequest()), plan.rundir.hang_report(1, 0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.begin(1)
         watchdog.reset(step_done=True)
@@ -195,7 +195,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
     assert first._hung_ranks() == [0, 1]
     for path in plan.rundir.logs.rglob("*"):  # another machine wrote them, with a clock that is ahead
         os.utime(path, (time.time() + 3600,) * 2)
-    second = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest())
+    second = Attempt(plan, Screen(quiet=True), StopRequest())
     assert second._hung_ranks() == []  # also before its ranks have met
     with Watchdog(plan, 1) as later:
         later.begin(2)
@@ -225,7 +225,7 @@ def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
 
 def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None:
     plan, stop = plan_for(tmp_path, 1), StopRequest()
-    attempt = Attempt(plan, plan.rundir, Screen(quiet=True), stop)
+    attempt = Attempt(plan, Screen(quiet=True), stop)
     attempt._raise_failure(0, {})  # it has finished
     stop.count, stop.name = 1, "SIGINT"
     with pytest.raises(errors.Stopped, match="stopped by Ctrl-C; run the same command"):
@@ -304,7 +304,7 @@ def test_a_node_says_once_that_others_are_late(
     meeting = {"launch__rdzv_endpoint": "127.0.0.1:29400", "launch__max_restarts": 1}
     for nnodes, says in ((2, 1), ("1:2", 0)):
         plan = plan_for(tmp_path, 1, launch__nnodes=nnodes, **meeting)
-        attempt = Attempt(plan, plan.rundir, Screen(), StopRequest())
+        attempt = Attempt(plan, Screen(), StopRequest())
         attempt._say_late()
         assert "waiting" not in capsys.readouterr().out
         with monkeypatch.context() as later:
@@ -320,7 +320,7 @@ def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, stop = plan_for(tmp_path, 1), StopRequest()
-    attempt = Attempt(plan, plan.rundir, Screen(), stop)
+    attempt = Attempt(plan, Screen(), stop)
     with pytest.raises(errors.WorkerLost, match=f"agent was killed by {number.name}"):
         attempt._raise_failure(-number, {})  # nobody has asked for a stop
     stop.count, stop.name = 1, number.name

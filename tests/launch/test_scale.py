@@ -42,9 +42,9 @@ def plan_of_thousand(tmp_path: Path) -> Plan:
 
 def test_all_launchers_together_look_at_each_rank_once(tmp_path: Path, looks: list[str]) -> None:
     plan = plan_of_thousand(tmp_path)
-    launchers = [Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest()) for _ in range(NODES)]
+    launchers = [Attempt(plan, Screen(quiet=True), StopRequest()) for _ in range(NODES)]
     for node, launcher in enumerate(launchers):
-        launcher._place = {"nodes": NODES, "node": node, "before": 0}
+        launcher._meeting = {"nodes": NODES, "node": node, "before": 0}
         launcher._note_meeting()
     plan.rundir.hangs(1).mkdir(parents=True)
     for rank in range(NODES * WORKERS):

@@ -210,6 +210,8 @@ def test_the_script_of_a_job(tmp_path: Path) -> None:
     assert "max_restarts" not in slurm_script(job_of(tmp_path, launch__max_restarts=0))
     for option in ("--cpus-per-task=8", "-c8"):
         assert not {"--exclusive", "--mem"} & directives_of(slurm_script(job, [option])).keys()
+    for option in ("--mem-per-cpu=4G", "--mem-per-gpu=64G"):  # sbatch refuses them beside --mem
+        assert {"--exclusive", "--mem"} & directives_of(slurm_script(job, [option])).keys() == {"--exclusive"}
     assert "--gpus-per-node" not in slurm_script(job_of(tmp_path, gpus=0))
     assert not folder.exists()
 

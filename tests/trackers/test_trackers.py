@@ -205,7 +205,10 @@ def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, f
     assert (row["eval/losses/code"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"id": 1}', '{"id": "a", "offset": -1}', None])
+NO_STATE = '{"id": "a", "shown_by": [], "offset": 5, "newest": {"step": "2"}, "state": ""}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"id": 1}', '{"id": "a", "offset": -1}', NO_STATE, None])
 def test_a_state_of_any_origin_is_read_or_left_out(text: str | None, tmp_path: Path) -> None:
     rundir = run_folder(tmp_path)
     rundir.trackers.mkdir()
