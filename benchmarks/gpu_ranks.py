@@ -183,10 +183,10 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
     folder = Path(recipe).parent / "runs" / f"job-{os.environ['MASTER_PORT']}-{next(numbers)}"
     written = load(Path(recipe), [f"output_dir={folder}", *overrides])
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    rank, rundir = int(os.environ["RANK"]), plan.rundir
+    rank = int(os.environ["RANK"])
     plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    with contextlib.closing(reporter_of(plan, rundir, rank, None)) as reporter:
-        run = Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), Watchdog(plan, rank)))
+    with contextlib.closing(reporter_of(plan, rank, None)) as reporter:
+        run = Trainer.set_up(Session(plan, reporter, StopRequest(), Watchdog(plan, rank)))
         try:
             yield run
         finally:

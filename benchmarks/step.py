@@ -77,7 +77,7 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     plan = Plan.from_json((folder / "plan.json").read_text())
     plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
     watchdog = Watchdog(plan, int(os.environ["RANK"]))
-    trainer = Trainer.set_up(Session(plan, plan.rundir, Reporter(None), StopRequest(), watchdog))
+    trainer = Trainer.set_up(Session(plan, Reporter(None), StopRequest(), watchdog))
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:

@@ -86,10 +86,10 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     plan = dataclasses.replace(plan, threads=1)  # more would only wait for one another
-    rundir, rank = plan.rundir, int(os.environ["RANK"])
-    rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    reporter, watchdog = reporter_of(plan, rundir, rank, None), Watchdog(plan, rank)
-    return Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), watchdog))
+    rank = int(os.environ["RANK"])
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
+    reporter, watchdog = reporter_of(plan, rank, None), Watchdog(plan, rank)
+    return Trainer.set_up(Session(plan, reporter, StopRequest(), watchdog))
 
 
 def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
@@ -405,9 +405,7 @@ def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[s
         made += curve(run, steps, steps // 2)
         resumed = build(recipe, overrides)
         rest = curve(resumed, steps, resumed.engine.steps_made)
-        export_live(
-            model, run.inputs.prepared.bare, run.session.rundir, run.plan, run.checkpointer, run.reporter, steps
-        )
+        export_live(model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
         found[name] = {"start": start.hexdigest(), "curve": made, "resumed": rest}
     return found
 
@@ -546,8 +544,7 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
         try:
             run = build(recipe, overrides)
             curve(run, steps)
-            bare, rundir = run.inputs.prepared.bare, run.session.rundir
-            export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
+            export_live(run.engine.model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
         except Exception:
             wrong[name] = traceback.format_exc()
     return wrong
@@ -567,7 +564,7 @@ def adapter_exports(recipe: str, variants: dict[str, list[str]], steps: int) -> 
             sample, rundir, bare = run.sample(), run.session.rundir, run.inputs.prepared.bare
             for base in ("original", "dequantized") if run.plan.recipe.adapter.kind == "qlora" else ("original",):
                 plan = varied(run.plan, {"export.merge_base": base})
-                export_live(run.engine.model, bare, rundir, plan, run.checkpointer, run.reporter, steps)
+                export_live(run.engine.model, bare, plan, run.checkpointer, run.reporter, steps)
                 if run.world.rank == 0:
                     rundir.export.rename(rundir.root / base)
             if run.world.rank == 0:

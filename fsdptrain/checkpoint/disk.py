@@ -28,16 +28,16 @@ def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
     """
     recipe, rundir = plan.recipe, plan.rundir
     keep = recipe.checkpoint
-    copies = keep.keep + (keep.keep_best or 0) + 1
+    count = keep.keep + (keep.keep_best or 0) + 1
     if steps is not None:
-        copies = min(copies, 1 + sum((steps - 1) // every for every in intervals_of_saves(recipe)))
+        count = min(count, 1 + sum((steps - 1) // every for every in intervals_of_saves(recipe)))
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
     storage = rundir.storage
-    on_disk = storage.bytes_on_disk(checkpoint, copies)
+    on_disk = storage.bytes_on_disk(checkpoint, count)
     return {
         "checkpoint_bytes": checkpoint,
-        "checkpoints": copies,
+        "checkpoints": count,
         "export_bytes": export,
         "needed_bytes": max(0, on_disk - storage.bytes_held()) + export,
         "free_bytes": free_space(storage.folder),

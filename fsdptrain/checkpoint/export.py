@@ -77,7 +77,6 @@ def checkpoint_tensors(
 def export_live(
     model: nn.Module,
     unsharded: PreTrainedModel,
-    rundir: RunDir,
     plan: Plan,
     checkpointer: Checkpointer,
     reporter: Reporter,
@@ -92,8 +91,8 @@ def export_live(
     and compares it with `sample`; it may raise, if it does so on all ranks. Without `sample` nothing is compared.
     `stamps` are the `stamps_of` the frozen weights when the run began.
     """
+    rundir, world = checkpointer.rundir, checkpointer.world
     what = Exported(unsharded, plan, rundir.model)
-    world = checkpointer.world
     writes = world.rank == 0
 
     def wait() -> None:
@@ -141,8 +140,8 @@ def export_checkpoint(
     With `best`, or if `export.which` asks for it, from the valid one with the lowest held-out loss.
 
     `adapter` and `merge_base` replace those keys of the recipe's section `export`. With `compare` a fresh process opens
-    the folder, unless the recipe says otherwise. Raises RecipeError if an option has
-    no effect, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
+    the folder, unless the recipe says otherwise. Raises RecipeError if an option has no effect, or the checkpoint's
+    adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)

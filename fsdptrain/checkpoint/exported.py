@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -16,9 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from fsdptrain.checkpoint.comparison import Way, coarser, weights_memory
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.checkpoint.writer import ExportResult, publish, write_folder
+from fsdptrain.checkpoint.writer import ExportResult, check_tensors, publish, shapes_and_dtypes, write_folder
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from fsdptrain.errors import CheckpointError
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.files import fsync
 from fsdptrain.folder.ownership import Stamps, asset_names, copy_assets
@@ -219,6 +217,8 @@ def merged_tensors(
 
 def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) -> int:
     """Write an adapter as peft does, with the tokenizer; check it, and return the bytes of its tensors."""
+    from peft import PeftConfig
+
     folder.mkdir(exist_ok=True)
     copy_assets(assets, folder, [n for n in asset_names(assets) if n not in OF_MODEL and not n.endswith(".py")])
     names = saved_names(trained)
@@ -226,17 +226,6 @@ def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) ->
     save_tensors(saved, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     fsync(folder / ADAPTER_WEIGHTS)
     save_config(trained, folder)
-    check_adapter(folder, {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in saved.items()})
+    PeftConfig.from_pretrained(str(folder))  # peft reads it
+    check_tensors(folder, shapes_and_dtypes(saved))
     return sum(tensor.nbytes for tensor in saved.values())
-
-
-def check_adapter(folder: Path, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Raise CheckpointError unless peft reads the configuration in the folder, and its file has just these tensors."""
-    from peft import PeftConfig
-
-    PeftConfig.from_pretrained(str(folder))
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
-        found = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        read = {key: (tuple(piece.get_shape()), piece[:0].dtype) for key, piece in found.items()}
-    if wrong := sorted(key for key in read.keys() | expected.keys() if read.get(key) != expected.get(key)):
-        raise CheckpointError(f"{folder}: {wrong[0]}: expected {expected.get(wrong[0])}, found {read.get(wrong[0])}")

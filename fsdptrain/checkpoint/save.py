@@ -7,7 +7,7 @@
 
 Shards are slices along dimension 0, as FSDP2 makes them, written with their first row. So any world size can read them:
 a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
-so a checkpoint holds nothing but tensors and the step.
+so a checkpoint needs no state of samplers or generators.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Checkpointer:
     """Writes and reads the checkpoints of one run; every rank calls every method, in the same order."""
 
     def __init__(
-        self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], write_event: WriteEvent
+        self, rundir: RunDir, plan: Plan, world: World, content: dict[str, Any], write_event: WriteEvent
     ) -> None:
-        """Take the run, its plan, and in `content` digests of the data and the tokenizer that the recipe names."""
+        """Take the run, its plan, and in `content` what the recipe's names stand for, which a resume must find."""
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.storage = rundir.storage
         self._folder = FolderWatch(rundir) if world.rank == 0 else None
@@ -174,11 +174,8 @@ class Checkpointer:
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
-            path, deliver = (
-                scratch / f"rank-{self.world.rank:05d}.safetensors",
-                self._if_writer(partial(storage.deliver, step)),
-            )
-            write = partial(write_shards, path, staged, read_back, deliver)
+            path = scratch / f"rank-{self.world.rank:05d}.safetensors"
+            write = partial(write_shards, path, staged, read_back, self._if_writer(partial(storage.deliver, step)))
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
             digest, ranks = self.plan.digest(), self.world.size
@@ -213,13 +210,13 @@ class Checkpointer:
             self._folder.check()
         self.storage.prepare(step)
 
-    def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> None:
+    def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0; if it failed, raise the same CheckpointError, with its class, on all."""
-        self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
+        return self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
     def from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
-        result = [self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)]
+        result = [self._on_rank_zero(action, work)]
         dist.broadcast_object_list(result, src=0, group=self.world.side)
         return result[0]
 
@@ -237,11 +234,11 @@ class Checkpointer:
         self.raise_on_every_rank(failure)
         return result
 
-    def raise_on_every_rank(self, failure: object) -> None:
-        """Raise the same error on every rank when any rank passes a CheckpointError, or the text of one; collective."""
-        failures = [each for each in self.world.gather_objects(failure or None) if each is not None]
-        if failures:
-            raise failures[0] if isinstance(failures[0], CheckpointError) else CheckpointError(str(failures[0]))
+    def raise_on_every_rank(self, failure: Exception | None) -> None:
+        """Raise the same CheckpointError on every rank when any rank passes an error; collective."""
+        for found in self.world.gather_objects(failure):
+            if found is not None:
+                raise found if isinstance(found, CheckpointError) else CheckpointError(str(found))
 
     def restore_losses(self) -> None:
         """Read the held-out losses of earlier attempts from the records, and which steps are saved; collective."""
@@ -255,16 +252,15 @@ class Checkpointer:
         Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
         newest, damaged = self.from_rank_zero("list the checkpoints", self._newest_and_damaged)
-        self.raise_on_every_rank(
-            None if newest or not damaged else f"only damaged checkpoints are left: {', '.join(damaged)}"
-        )
+        if damaged and not newest:
+            raise CheckpointError(f"only damaged checkpoints are left: {', '.join(damaged)}")
         return int(newest)
 
     def _newest_and_damaged(self) -> tuple[int, list[str]]:
         return max(self.storage.steps(), default=0), self.storage.other_names()[0]
 
     def reject_another_run(self) -> None:
-        """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
+        """Raise RecipeError when the checkpoints here are of another model, other data or another tokenizer."""
         before = self.from_rank_zero("read the newest manifest", self._newest_identity)
         problems = resume_problems(before, self.identity) if before else []
         if any(self.world.gather_objects(bool(problems))):

@@ -35,21 +35,26 @@ from fsdptrain.model.skeleton import skeleton_in_dtype
 from fsdptrain.model.units import saved_state
 
 MAX_FILE_BYTES = 5 * 10**9
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files: BF16, …
 
 
 class SafetensorsWriter:
-    """Writes tensors into safetensors files of at most 5 GB, each at once to its place: it keeps none in memory."""
+    """Writes tensors into safetensors files of at most 5 GB, each at once to its place: it keeps none in memory.
+
+    A file is synced when its last tensor is written. The ranks would seem to hang in one wait for a whole model.
+    """
 
     def __init__(self, folder: Path, expected: Tensors) -> None:
         """Write the headers of the files. `expected` are the tensors to come, on the meta device, by name in a file."""
-        self._wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()}
-        self._missing = set(expected)
+        self._wanted = shapes_and_dtypes(expected)
+        self._missing: dict[Path, set[str]] = {}  # the tensors of each file that are not written
         self._places: dict[str, tuple[Path, int]] = {}
         files = _in_files(expected)
         numbered = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-        self._paths = [folder / name for name in (numbered if len(files) > 1 else [WEIGHTS])]
-        for path, tensors in zip(self._paths, files, strict=True):
+        for file, tensors in zip(numbered if len(files) > 1 else [WEIGHTS], files, strict=True):
+            path = folder / file
+            self._missing[path] = set(tensors)
             self._places |= {name: (path, place) for name, place in _write_header(path, tensors).items()}
         self.bytes = sum(tensor.nbytes for tensor in expected.values())
         if len(files) > 1:
@@ -59,22 +64,21 @@ class SafetensorsWriter:
 
     def add(self, tensors: Tensors) -> None:
         """Write tensors, under their names in the file. Raises CheckpointError if one is not as expected."""
-        for name, tensor in tensors.items():
-            found, wanted = (tuple(tensor.shape), tensor.dtype), self._wanted.get(name)
-            if found != wanted:
+        for name, found in shapes_and_dtypes(tensors).items():
+            if found != (wanted := self._wanted.get(name)):
                 raise CheckpointError(f"{name}: expected {wanted}, found {found}")
             path, place = self._places[name]
             with path.open("r+b") as file:
                 file.seek(place)
-                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-            self._missing.discard(name)
+                file.write(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+            self._missing[path].discard(name)
+            if not self._missing[path]:
+                fsync(path)
 
     def finish(self) -> None:
-        """Wait for the disk. Raises CheckpointError if a tensor was not added."""
-        if self._missing:
-            raise CheckpointError(f"{len(self._missing)} tensors are missing: {min(self._missing)}")
-        for path in self._paths:
-            fsync(path)
+        """Raise CheckpointError if a tensor was not added."""
+        if missing := set().union(*self._missing.values()):
+            raise CheckpointError(f"{len(missing)} tensors are missing: {min(missing)}")
 
 
 def _in_files(tensors: Tensors) -> list[Tensors]:
@@ -195,7 +199,18 @@ def check_export(folder: Path, wanted: PreTrainedModel) -> None:
 
     Its configurations and its tokenizer must agree on the special tokens.
     """
-    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_in_files(wanted).items()}
+    check_tensors(folder, shapes_and_dtypes(tensors_in_files(wanted)))
+    if disagreements := special_token_conflicts(folder):  # which also opens config, generation config and tokenizer
+        raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
+
+
+def shapes_and_dtypes(tensors: Tensors) -> dict[str, ShapeAndDtype]:
+    """Return shape and dtype of each tensor."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def check_tensors(folder: Path, expected: dict[str, ShapeAndDtype]) -> None:
+    """Raise CheckpointError unless the safetensors files of a folder hold exactly these tensors."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
@@ -210,5 +225,3 @@ def check_export(folder: Path, wanted: PreTrainedModel) -> None:
             f"{folder}: {len(wrong)} tensors are missing, unexpected or different; {name}: "
             f"expected {expected.get(name)}, found {found.get(name)}"
         )
-    if disagreements := special_token_conflicts(folder):  # which also opens config, generation config and tokenizer
-        raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")

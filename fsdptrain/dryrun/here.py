@@ -40,7 +40,7 @@ from fsdptrain.dryrun.nodes import Gpu, Node, compare_nodes, nccl_network, plan_
 from fsdptrain.dryrun.request import OUTCOME, REQUEST, Request
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
 from fsdptrain.folder.files import scratch_folder, write_atomically
-from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_tcp_store
+from fsdptrain.parallel.world import World, check_hosts_of_copies, matrix_rate, open_tcp_store
 from fsdptrain.plan.gpus import damaged_gpus
 from fsdptrain.plan.network import address_of, gloo_end
 from fsdptrain.plan.plan import Plan, model_name_problems
@@ -251,10 +251,10 @@ def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
 def measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
     """Form the process group of the plan, and return the bandwidths of this rank. Collective.
 
-    Raises RecipeError as `check_groups` does.
+    Raises RecipeError as `check_hosts_of_copies` does.
     """
     world = World.start(plan, StopRequest(), tcp_store)
-    check_groups(plan, world)
+    check_hosts_of_copies(plan, world)
     shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))
     return {

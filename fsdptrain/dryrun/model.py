@@ -22,7 +22,7 @@ from fsdptrain.model import flash, varlen
 from fsdptrain.model.freeze import kept_whole, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import check_adapter_values
-from fsdptrain.model.skeleton import flash_fits, has_flash
+from fsdptrain.model.skeleton import flash_fits, supports_flash
 from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -78,7 +78,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
         return None
     if kernel == "sdpa" and varlen.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
         return None
-    if not (flash_fits(plan) and has_flash(ready.bare)):
+    if not (flash_fits(plan) and supports_flash(ready.bare)):
         return None
     other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
     return (

@@ -18,7 +18,7 @@ from fsdptrain.data.hub import model_revision
 from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.folder.ownership import install_assets
-from fsdptrain.model.skeleton import set_special_token
+from fsdptrain.model.skeleton import config_parts, set_special_token
 from fsdptrain.plan.plan import Plan
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -54,7 +54,7 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
     `own`: the tokenizer is the model's own. Then tokens that it does not define keep the model's values, and every end
     token of either configuration is kept (Llama 3 has three). `turn_end` ends an assistant's turn in training.
     """
-    for part in _with_text_config(config):
+    for part in config_parts(config):
         for name in SPECIAL_TOKENS:
             wanted, there = getattr(tokenizer, name), getattr(part, name, None)
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
@@ -79,7 +79,7 @@ def special_token_conflicts(folder: Path) -> list[str]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = GenerationConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    files = [("config.json", part) for part in _with_text_config(config)] + [("generation_config.json", generation)]
+    files = [("config.json", part) for part in config_parts(config)] + [("generation_config.json", generation)]
     faults = []
     for name in SPECIAL_TOKENS:
         wanted = getattr(tokenizer, name)
@@ -115,12 +115,6 @@ def end_of_turn(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
     ends = [token for token in after if token in special]
     return ends[0] if ends and tokenizer.eos_token_id not in ends else None
-
-
-def _with_text_config(config: Any) -> list[Any]:
-    """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
-    text = config.get_text_config()
-    return [text] if text is config else [config, text]
 
 
 def _as_list(value: Any) -> list[int]:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors
 from fsdptrain.errors import CUSTOM_CODE, NoModel, Problem, RecipeError
-from fsdptrain.model.skeleton import layer_values, set_special_token
+from fsdptrain.model.skeleton import config_parts, layer_values, set_special_token
 from fsdptrain.plan.plan import Plan, varied
 
 # The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
@@ -90,14 +90,14 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
             _register_own_classes(plan, own, config)
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
-    text_config = config.get_text_config()
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
-        for part in (config, text_config):
+        for part in config_parts(config):
             set_special_token(part, "pad_token_id", None)
     # Check sizes before a model is built, then the recipe against the architecture's limits, all problems at once.
-    for part in {id(part): part for part in (config, text_config)}.values():
+    for part in config_parts(config):
         _reject_sizes(part)
     reject_without_effect(overrides, config)
+    text_config = config.get_text_config()
     limit, problems = position_limit(text_config), []
     if vocab_size is not None and model.add_tokens and text_config.vocab_size >= vocab_size - len(model.add_tokens):
         text_config.vocab_size = max(text_config.vocab_size, vocab_size)
@@ -162,9 +162,7 @@ def own_code(model: Any) -> dict[str, str]:
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of rotary embeddings; those that are not `default` may depend on the number of positions."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return {str(each["rope_type"]) for each in kinds if "rope_type" in each}
+    return {str(one["rope_type"]) for one in rope_sets(config.get_text_config()) if "rope_type" in one}
 
 
 def _reject_quantised(config: Any, name: str) -> None:

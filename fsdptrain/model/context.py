@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import error_summary
 from fsdptrain.model import varlen
-from fsdptrain.model.probe import TOLERANCE, Probe
+from fsdptrain.model.probe import Probe, alike
 
 REPLAY = "replay"  # in transformers' registry of attention functions: see `_Replay`
 
@@ -119,11 +119,6 @@ class _Replay:
             if not alike(found, expected[:, :, self.part]):
                 raise WrongInputs("what attention gets depends on more than a token and its position")
         return out[:, self.part], None
-
-
-def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 def sharing_obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdptrain.config.rules import FLOAT8_MULTIPLE
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.model.units import decoder_layers
 
 # Names of layers that stay in bf16: routers, whose choice of experts would depend on the rounding, and experts, which
@@ -72,7 +72,7 @@ def float8_notes(model: Any, recipe: Recipe, on_gpu: bool, compiles: bool) -> It
     if left := [name for name, layer in layers.items() if not _fits(layer)]:
         yield (
             f"train.float8: {len(left)} of {len(layers)} linear layers stay in bfloat16, because their inputs or "
-            f"outputs are not a multiple of {FLOAT8_MULTIPLE}: {', '.join(left[:2])}{', …' if len(left) > 2 else ''}"
+            f"outputs are not a multiple of {FLOAT8_MULTIPLE}: {listed(left, 2)}"
         )
     if not on_gpu:
         yield (

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config.schema import Adapter, Recipe
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.model.flops import expert_count
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.peft import (
@@ -26,7 +26,7 @@ from fsdptrain.model.peft import (
     is_pattern,
     without_adapters,
 )
-from fsdptrain.model.units import Unit, beside_text
+from fsdptrain.model.units import Unit, beside_text, names_by_parameter
 
 ALL_LINEAR = "all-linear"  # a target: all linear layers but the head
 
@@ -137,7 +137,7 @@ def unquantised_note(model: Any, recipe: Recipe) -> str | None:
         return None
     return (
         f"{len(left)} of {len(layers)} linear layers stay in {_compute(recipe)}, because the number of their inputs is "
-        f"not a multiple of {BLOCK}: {', '.join(left[:2])}{', …' if len(left) > 2 else ''}"
+        f"not a multiple of {BLOCK}: {listed(left, 2)}"
     )
 
 
@@ -306,14 +306,11 @@ def _check_opened_in_nf4(model: Any, whole: list[str], recipe: Recipe) -> None:
 
 def _shared(model: Any, names: list[str]) -> tuple[str, str] | None:
     """Return the first of these modules that has a parameter in common with another module, and that one."""
-    holders: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(param), []).append(name.rpartition(".")[0])
+    several = names_by_parameter(model)
     for name in names:
         for param in model.get_submodule(name).parameters():
-            others = [owner for owner in holders[id(param)] if owner != name and not owner.startswith(f"{name}.")]
-            if others:
-                return name, others[0]
+            if others := [other for other in several[id(param)] if not other.startswith(f"{name}.")]:
+                return name, others[0].rpartition(".")[0]
     return None
 
 

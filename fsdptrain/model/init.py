@@ -18,7 +18,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.skeleton import parameters_on_meta, skeleton
-from fsdptrain.model.units import decoder_layers
+from fsdptrain.model.units import decoder_layers, full_name
 
 
 def seed_of(*parts: object) -> int:
@@ -85,8 +85,8 @@ def init_groups(mirror: Any) -> list[InitGroup]:
             group = name
         for key, child in module.named_children():
             visit(full_name(name, key), child, module, rules, group)
-        home = groups.setdefault(name if group is None else group, InitGroup(name if group is None else group, []))
-        home.modules.append((name, module, rules))
+        home = name if group is None else group
+        groups.setdefault(home, InitGroup(home, [])).modules.append((name, module, rules))
 
     visit("", mirror, None, mirror._init_weights, None)
     return [group for group in groups.values() if any(_own_parameters(module) for _, module, _ in group.modules)]
@@ -132,11 +132,6 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
                 f"({type(module).__name__}); start from pretrained weights"
             )
         yield {names[i]: weight.detach() for i, weight in real.items()}
-
-
-def full_name(name: str, key: str) -> str:
-    """Return the name in the model of the parameter or buffer `key` of the module `name`."""
-    return f"{name}.{key}" if name else key
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -30,6 +30,7 @@ from fsdptrain.folder.files import openable
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta
+from fsdptrain.model.units import full_name
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def adapted_name(model: Any, name: str) -> str:
     owner, _, key = name.rpartition(".")
     while _is_adapted(model.get_submodule(owner)):  # experts may have an adapter for each of their tensors
         owner += ".base_layer"
-    return f"{owner}.{key}" if owner else key
+    return full_name(owner, key)
 
 
 def _is_adapted(module: nn.Module) -> bool:

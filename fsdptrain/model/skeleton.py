@@ -38,6 +38,12 @@ def set_special_token(config: Any, name: str, value: int | None) -> None:
         setattr(config, name, value)
 
 
+def config_parts(config: Any) -> list[Any]:
+    """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
+    text = config.get_text_config()
+    return [text] if text is config else [config, text]
+
+
 def layer_values(config: Any, name: str) -> list[Any]:
     """Return the values of a configuration's key: a list of one, or of one for each layer."""
     try:
@@ -154,7 +160,7 @@ def choose_attention(
     bare = skeleton(config, model)
     if plan.context > 1:
         check_context(plan, bare, has_flash)
-    kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    kernels = {part._attn_implementation for part in config_parts(bare.config)}
     # A model of several parts may support sdpa in some of them only.
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
     if kernel == "sdpa" and has_flash and varlen.obstacle(plan, bare) is None:
@@ -172,7 +178,7 @@ def choose_attention(
 
 def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
     """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
-    parts = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    parts = {part._attn_implementation for part in config_parts(bare.config)}
     reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else varlen.obstacle(plan, bare)
     reason = reason or (None if has_flash else "this card has no FlashAttention")
     reason = reason or context.sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
@@ -192,7 +198,7 @@ def flash_fits(plan: Plan) -> bool:
     return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
 
 
-def has_flash(model: Any) -> bool:
+def supports_flash(model: Any) -> bool:
     """Return whether a model's architecture supports flash_attention_2."""
     return bool(model._supports_flash_attn)
 

@@ -21,6 +21,11 @@ class Unit:
     modules: list[nn.Module]
 
 
+def full_name(module: str, key: str) -> str:
+    """Return the name in the model of the child, parameter or buffer `key` of the module of this name."""
+    return f"{module}.{key}" if module else key
+
+
 def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
     """Return the model's decoder layers, by the class names that transformers lists for this purpose.
 
@@ -104,6 +109,14 @@ def tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter, by its id: a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
 def token_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of embedding and head, which have a row for each token; tied ones under every name."""
     ends = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
@@ -153,7 +166,7 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
     def visit(name: str, module: nn.Module) -> int:
         before = len(units)
-        left = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        left = sum(visit(full_name(name, n), child) for n, child in module.named_children())
         left += sum(p.numel() for p in module.parameters(recurse=False))
         innermost = len(units) == before and not isinstance(module, nn.ModuleList)
         if left >= size and innermost and module is not model:

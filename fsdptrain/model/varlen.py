@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
-from fsdptrain.model.probe import TOLERANCE, Probe
+from fsdptrain.model.probe import Probe, alike
 from fsdptrain.plan.plan import Plan
 
 NAME = "varlen"  # in transformers' registry of attention functions
@@ -212,7 +212,7 @@ def _obstacle_in_forward(bare: Any) -> str | None:
         return str(error).partition("varlen kernel: ")[2].removesuffix("; use eager")
     except Exception as error:  # whatever the architecture's code raises
         return f"{name} fails when it is compared with a mask: {error_summary(error)}"
-    if not (found - masked).abs().max() <= TOLERANCE * masked.abs().max():
+    if not alike(found, masked):
         return f"{name} hides more from a token than other documents and what is outside of its window"
     return None
 

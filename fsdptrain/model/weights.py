@@ -22,13 +22,12 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
 from fsdptrain.data.hub import recipe_errors, safetensors_files
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.folder.events import Progress
-from fsdptrain.model.init import full_name
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
 from fsdptrain.model.peft import without_adapters
-from fsdptrain.model.units import token_parameters
+from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
 
 MEAN_ROWS = 2**14  # of an embedding that are in memory while their mean is computed
@@ -131,10 +130,7 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
 
 def _aliases(model: Any) -> dict[str, list[str]]:
     """Return the names of each parameter that has several: a tied weight may be in the files under any of them."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return {name: same for same in names.values() if len(same) > 1 for name in same}
+    return {name: same for same in names_by_parameter(model).values() if len(same) > 1 for name in same}
 
 
 def _loaded_names(model: Any, keys: list[str]) -> dict[str, str]:
@@ -164,17 +160,16 @@ def _fill(
     info = _load(model, bare, slices, plan, device, quantizer)
     # What transformers found is an error here: a weight that is missing, unknown or of another shape.
     model.tie_weights()
-    names: dict[int, list[str]] = {}  # a tied parameter has several names: one of them in the files is enough
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    missing = sorted(same[0] for same in names.values() if info.missing_keys.issuperset(same))
+    names = names_by_parameter(model).values()  # one of several names in the files is enough
+    missing = sorted(same[0] for same in names if info.missing_keys.issuperset(same))
     unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
     reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
     faults = {"of another shape": reshaped, "missing": missing, "unknown": unexpected}
     for what, found in faults.items():
         if found:
-            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
+            raise RecipeError(
+                f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {listed(found, 3)}"
+            )
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
 

@@ -102,7 +102,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "ignored_params": {*kept_whole(model, plan.recipe).values()} or None,
     }
     reshard = fsdp.strategy.reshards
-    with resharding_to(world.groups):
+    with resharding_to(world.reshard_mesh):
         for unit in units:
             # The head runs last in forward and first in backward: it would be gathered again at once.
             after = (fsdp.reshard_after_forward or reshard) if unit.name != "head" else False

@@ -69,7 +69,7 @@ class World:
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
     the ranks. `attempt` numbers the times that ranks have met in the run folder. `context` connects the ranks that
-    share rows, None if each has its own. `groups` is the mesh of those that keep weights after forward together.
+    share rows, None if each has its own. `reshard_mesh` is that of `make_reshard_mesh`.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class World:
     hosts: list[str]
     attempt: int = 0
     context: Exchange | None = None
-    groups: DeviceMesh | None = None
+    reshard_mesh: DeviceMesh | None = None
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
@@ -110,9 +110,10 @@ class World:
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
-        groups = make_groups(plan, mesh)
-        for group in (*mesh.get_all_groups(), *(groups.get_all_groups() if groups else ())):
-            group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
+        reshard_mesh = make_reshard_mesh(plan, mesh)
+        for each in filter(None, (mesh, reshard_mesh)):
+            for group in each.get_all_groups():
+                group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
         context = make_context(plan, timeout)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
@@ -121,7 +122,7 @@ class World:
         dist.all_gather_object(ranks, own, group=side)
         hosts, attempts = zip(*ranks, strict=True)
         attempt = max(attempts) + 1
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context, groups)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context, reshard_mesh)
 
     @property
     def replicas(self) -> int:
@@ -224,8 +225,11 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
 
 
-def make_groups(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the mesh of two axes whose second are the groups of `fsdp.reshard_after_forward`; None if it is unset."""
+def make_reshard_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh of two axes whose second are the ranks that keep weights after forward together.
+
+    None if `fsdp.reshard_after_forward` is unset.
+    """
     ranks = plan.recipe.fsdp.reshard_after_forward
     return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
@@ -250,7 +254,7 @@ def first_row(tensor: DTensor) -> int:
     return 0
 
 
-def check_groups(plan: Plan, world: World) -> None:
+def check_hosts_of_copies(plan: Plan, world: World) -> None:
     """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one.
 
     HYBRID_* shards within nodes, because links between them are slow. A launcher may number the ranks in another order

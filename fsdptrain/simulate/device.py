@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdptrain.forecast.trace import HOST, SYMMETRIC, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.patches import wrap_communications
-from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_groups, make_mesh
+from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh, make_reshard_mesh
 from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import register_accelerator
@@ -216,9 +216,9 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
     try:
         mesh, context = make_mesh(plan, device.type), make_context(plan)
-        groups = make_groups(plan, mesh)
+        reshard_mesh = make_reshard_mesh(plan, mesh)
         side: Any = dist.group.WORLD
-        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context, groups=groups)
+        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context, reshard_mesh=reshard_mesh)
     finally:
         dist.destroy_process_group()
 

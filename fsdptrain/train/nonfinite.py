@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -65,8 +64,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
                 mine.append((number, f"the gradient of {bad_names[0]}{operator}"))
             bad_units.clear()
             bad_names.clear()
-    found: list[list[tuple[int, str]]] = [[]] * engine.world.size
-    dist.all_gather_object(found, mine, group=engine.world.side)
+    found = engine.world.gather_objects(mine)
     return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
 
 

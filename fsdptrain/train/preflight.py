@@ -117,9 +117,7 @@ def prepare_model(plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None
     return _prepare(plan, config, prefers_cudnn)
 
 
-# Of the modules of a model at the same time: as its files describe it, with adapters, and of a probe.
-COPIES = 3
-
+SKELETONS = 3  # at the same time: the model as its files describe it, with adapters, and in a probe
 MODULE_BYTES = 5000  # of a module without buffers, with its parameters on the meta device
 SAMPLES = (1, 2, 4)  # layers, which may differ in kind
 
@@ -155,7 +153,7 @@ def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
     """Return about how much host memory the skeletons of a configuration need while a model is checked."""
     made = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
     buffers = sum(each.nbytes for each in made.buffers() if not each.is_meta)
-    return COPIES * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
+    return SKELETONS * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
 
 
 def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -> PreparedModel:

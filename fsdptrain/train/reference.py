@@ -125,7 +125,10 @@ def _write(session: Session, key: Any, sums: Sums) -> None:
     own = session.rundir.reference
     scratch = scratch_beside(own)
     scratch.mkdir()
-    write(scratch)
-    seal(scratch)
-    shutil.rmtree(own, ignore_errors=True)
-    scratch.rename(own)
+    try:
+        write(scratch)
+        seal(scratch)
+        shutil.rmtree(own, ignore_errors=True)
+        scratch.rename(own)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # of a full disk: a run on another host would not know its name

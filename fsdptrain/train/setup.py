@@ -74,18 +74,22 @@ KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, 
 
 @dataclass(frozen=True)
 class Session:
-    """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog.
+    """What the process of a rank starts with: plan, reporter, requests to stop, and watchdog.
 
     `initial_plan` is the plan as the launcher wrote it. `Inputs` complete it: after them it is used only for the
     identity and the digest in checkpoints.
     """
 
     initial_plan: Plan
-    rundir: RunDir
     reporter: Reporter
     stop: StopRequest
     watchdog: Watchdog
     join: StopRequest = field(default_factory=StopRequest)  # another node waits to join
+
+    @property
+    def rundir(self) -> RunDir:
+        """The run folder."""
+        return self.initial_plan.rundir
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage of the set-up is. Raises Stopped after a stop signal."""
@@ -269,12 +273,12 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
 
 
 def check_cards(plan: Plan, world: World) -> None:
-    """Raise RecipeError on every rank if a card has no units for the recipe's dtypes; collective."""
+    """Raise RecipeError on every rank if a card cannot compute in the recipe's dtypes; collective."""
     if world.device.type != "cuda":
         return
     capability, name = torch.cuda.get_device_capability(world.device), torch.cuda.get_device_name(world.device)
-    units = capability >= BF16_CAPABILITY, capability >= FLOAT8_CAPABILITY
-    faults = world.gather_objects(dtype_fault(plan.recipe, name, *units))
+    fault = dtype_fault(plan.recipe, name, capability >= BF16_CAPABILITY, capability >= FLOAT8_CAPABILITY)
+    faults = world.gather_objects(fault)
     if wrong := [rank for rank, fault in enumerate(faults) if fault]:
         raise RecipeError(f"{ranks_text(wrong, world.hosts)}: {faults[wrong[0]]}")
 
@@ -311,7 +315,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     plan, rundir, content = inputs.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
     if plan.freezes:
-        session.watchdog.reset()
+        session.watchdog.reset(disk_bytes=sum(map(os.path.getsize, safetensors_files(plan))))
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, session.initial_plan, world, content, session.reporter.event)
@@ -347,10 +351,8 @@ def frozen_digest(plan: Plan, world: World) -> str:
     """
     workers, files = plan.topology.nproc_per_node, sorted(safetensors_files(plan))
     own = (world.rank // workers, file_checksums(files[world.local_rank :: workers]))
-    ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(ranks, own, group=world.side)
     nodes: dict[int, list[tuple[str, int, str]]] = {}
-    for node, checksums in ranks:
+    for node, checksums in world.gather_objects(own):
         nodes.setdefault(node, []).extend(checksums)
     found = {files_digest(checksums) for checksums in nodes.values()}
     if len(found) > 1:
@@ -379,11 +381,12 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
 
 
 def load_state(
-    model: ShardedModel, session: Session, inputs: Inputs, checkpointer: Checkpointer
+    model: ShardedModel, session: Session, inputs: Inputs, checkpointer: Checkpointer, state_bytes: int
 ) -> tuple[torch.optim.Optimizer, int]:
     """Load weights and optimizer state: from the newest checkpoint, else the pretrained files, else from the seed.
 
-    Frozen weights are always read from the pretrained files: no checkpoint holds them.
+    Frozen weights are always read from the pretrained files: no checkpoint holds them. `state_bytes` is the size of
+    this rank's part of a checkpoint.
 
     Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
     """
@@ -412,7 +415,10 @@ def load_state(
         start_adapters(model, plan, copy_own_rows)
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
-    steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
+    steps_made = 0
+    if resuming:
+        session.watchdog.reset(disk_bytes=2 * state_bytes)  # it is verified, then read
+        steps_made = checkpointer.load_newest(model, optimizer)
     set_step(optimizer, steps_made - checkpointer.skipped)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has cached is of other sizes than a step needs

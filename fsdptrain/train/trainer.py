@@ -23,7 +23,7 @@ from fsdptrain.folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.parallel.heartbeat import Heartbeat
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
-from fsdptrain.parallel.world import World, check_groups
+from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.text import ranks_text
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
@@ -127,7 +127,7 @@ class Trainer:
         inputs = suited_to_one_gpu(inputs, world)
         plan = inputs.plan
         session.watchdog.reset()
-        check_groups(plan, world)
+        check_hosts_of_copies(plan, world)
         check_cards(plan, world)
         check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
@@ -139,8 +139,8 @@ class Trainer:
         # What would end the run later is checked before weights are read, which may take minutes.
         sizes = Sizes.of(inputs)
         check_remaining_steps(plan, checkpointer, sizes)
-        session.watchdog.reset(disk_bytes=2 * sizes.state_bytes)  # a checkpoint is verified, then read
-        optimizer, steps_made = load_state(model, session, inputs, checkpointer)
+        session.watchdog.reset()
+        optimizer, steps_made = load_state(model, session, inputs, checkpointer, sizes.state_bytes)
         check_replicas(model, world)
         session.watchdog.reset()
         scale = checkpointer.loss_scale
@@ -466,13 +466,12 @@ class Trainer:
             if self.any_stop():
                 raise Stopped("stopped while exporting")
 
-        inputs, rundir = self.inputs, self.session.rundir
         exported = self.load_best() if self.plan.recipe.export.which == "best" else self.done
         sample = self.sample() if self.plan.recipe.export.compare else None
         try:
             export_live(
-                self.engine.model, inputs.prepared.bare, rundir, self.plan, self.checkpointer, self.reporter,
-                exported, check_stop, sample, inputs.stamps,
+                self.engine.model, self.inputs.prepared.bare, self.plan, self.checkpointer, self.reporter, exported,
+                check_stop, sample, self.inputs.stamps,
             )  # fmt: skip
         except Stopped:
             return self.done

@@ -23,7 +23,6 @@ import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.folder.events import Reporter
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
@@ -42,8 +41,8 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
 
     With a range of nodes it raises NodeWaits after a checkpoint, if another node waits to join.
     """
-    rundir, rank = plan.rundir, int(os.environ["RANK"])
-    store = RunStore.of(rundir) if rank == 0 else None
+    rank = int(os.environ["RANK"])
+    store = RunStore.of(plan.rundir) if rank == 0 else None
     if store:
         take_store(store, plan)
         store.push()  # so that `status` knows the run before its first checkpoint
@@ -51,12 +50,12 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         store.watched(partial(exit_from_thread, plan)) if store else contextlib.nullcontext(),
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
-        contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
+        contextlib.closing(reporter_of(plan, rank, screen)) as reporter,
         group_left_at_end(watchdog),
     ):
         try:
             # plan → data → world → model → shard → resume → engine
-            trainer = Trainer.set_up(Session(plan, rundir, reporter, stop, watchdog, join))
+            trainer = Trainer.set_up(Session(plan, reporter, stop, watchdog, join))
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise
@@ -96,11 +95,11 @@ def take_store(store: RunStore, plan: Plan) -> None:
         store.check_writer()  # the launcher has made it so: another name was written since
 
 
-def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
+def reporter_of(plan: Plan, rank: int, screen: Screen | None) -> Reporter:
     """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
     if rank:
         return Reporter(None)
-    return Reporter(rundir, *([screen.show] if screen else []))
+    return Reporter(plan.rundir, *([screen.show] if screen else []))
 
 
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:

@@ -167,6 +167,18 @@ def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.Monke
             writer.add(other)
 
 
+def test_each_file_is_synced_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks would seem to hang while one of them waits for the disk to take a whole model."""
+    monkeypatch.setattr(writers, "MAX_FILE_BYTES", 100)
+    tensors = {name: torch.zeros(20) for name in "abc"}
+    writer = SafetensorsWriter(tmp_path, {name: tensor.to("meta") for name, tensor in tensors.items()})
+    synced: list[str] = []
+    with when_synced(lambda path: synced.append(path.name)):
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            writer.add({name: tensor})
+            assert synced[number - 1 :] == [f"model-{number:05}-of-00003.safetensors"]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
 def test_every_file_of_an_export_has_the_permissions_that_the_umask_leaves(
     umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ def test_buffers_in_symmetric_memory_are_set_before_collectives_get_names(own_gr
     dist.init_process_group("cpu:fake", rank=0, world_size=8, store=dist.HashStore())
     try:
         with patch("torch.distributed._symmetric_memory.set_backend") as backend:
-            world: Any = SimpleNamespace(device=torch.device("cuda"), mesh=make_mesh(plan, "cpu"), groups=None)
+            world: Any = SimpleNamespace(device=torch.device("cuda"), mesh=make_mesh(plan, "cpu"), reshard_mesh=None)
             world.use_symmetric_memory = functools.partial(World.use_symmetric_memory, world)
             shard(model, units_of(model, "auto"), world, plan)
         backend.assert_called_with("NCCL")

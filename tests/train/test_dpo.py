@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,6 +14,9 @@ import torch
 from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
 from support import SHAKESPEARE, TINY, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.train import reference
 
 STEPS, BATCH, LR = 4, 8, 1e-3
 LIMITS = np.array([1e-6, 1e-5, 1e-6, 1e-6, 2e-6, 1e-9])  # in float32, relative to the larger of the value and 1
@@ -117,3 +123,11 @@ def test_a_resume_on_another_host_has_the_reference_of_the_start(recipe: Path, t
     assert set(both) == {"pairs", "first"} and min(both.values()) < held_out["loss"] < max(both.values())
     assert found["passes"] == [4, 4, 4], "of the trained and the held-out pairs of each source, once"
     assert "reference is missing or damaged" in found["refused"]
+
+
+def test_a_full_disk_leaves_nothing_beside_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "save", MagicMock(side_effect=OSError(28, "No space left on device")))
+    session: Any = SimpleNamespace(rundir=RunDir(tmp_path))
+    with pytest.raises(OSError, match="No space left"):
+        reference._write(session, None, {"digest": np.zeros(1)})
+    assert not [*tmp_path.iterdir()]
