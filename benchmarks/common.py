@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from fsdptrain.plan.network import unused_port
+
 ROOT = Path(__file__).parent.parent
+RANKS = ROOT / "benchmarks/gpu_ranks.py"  # jobs, which run in ranks
 LLAMA = {  # 23 million parameters with a vocabulary of 8,192
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
     "num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
+WARM_UP = 2  # first steps of a contender that are not counted
 LEAVE_S = 10.0  # in which ranks may end by themselves after one has failed
 T = TypeVar("T")
 
@@ -52,7 +55,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         common = os.environ | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
             "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         } | environment  # fmt: skip
@@ -91,12 +94,6 @@ def exit_with_result(result: Any) -> NoReturn:
     """Pass the result of this rank to `run_ranks` and exit at once: the normal shutdown of gloo sometimes aborts."""
     Path(os.environ["RESULT_FILE"]).write_text(json.dumps(result))
     os._exit(0)
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def run_fsdptrain(recipe: str, folder: Path, *overrides: str, **environment: str) -> list[dict[str, Any]]:

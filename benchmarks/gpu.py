@@ -43,9 +43,9 @@ from typing import NoReturn
 import gpu_checks as checks
 import gpu_shipped as shipped
 import psutil
-from common import ROOT, describe_machine, run_ranks
+from common import RANKS, ROOT, describe_machine, run_ranks
 from gpu_archive import archive, collect
-from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
+from gpu_checks import MEASURED, OK, WRONG, Row, Setting
 
 from fsdptrain.plan.driver import why_unseen
 from fsdptrain.plan.gpus import visible_gpus

@@ -13,20 +13,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import ROOT, last_line, run_ranks
+from common import RANKS, ROOT, last_line, run_ranks
 
+from fsdptrain.errors import listed
 from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.hardware import Hardware, card
 from fsdptrain.text import GIB
 
 OK, WRONG, MEASURED = "ok", "WRONG", "measured"
-RANKS = Path(__file__).parent / "gpu_ranks.py"
 SAME = 2e-3  # the numerical contract in the bf16 policy, relative
 LLAMA = {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": 8192}
 SMALL = LLAMA | {  # for comparisons of values, not of speed
@@ -164,8 +164,8 @@ class Setting:
         code, _ = self.command("run", recipe, *overrides)
         if code:
             raise RuntimeError(f"fsdptrain run {' '.join(overrides)} exited with {code}: {last_line(self.log)}")
-        folder = next((word.removeprefix("output_dir=") for word in overrides if word.startswith("output_dir=")), None)
-        return events_of(Path(folder) if folder else output_of(recipe))
+        own = (word.removeprefix("output_dir=") for word in overrides if word.startswith("output_dir="))
+        return events_of(Path(next(own, output_of(recipe))))
 
     def recipe(self, name: str, config: dict[str, Any], changes: dict[str, Any] | None = None) -> Path:
         """Write a recipe for one rank that trains a model from scratch; `changes` are dotted keys (None: removed)."""
@@ -227,6 +227,12 @@ def events_of(run: Path) -> list[dict[str, Any]]:
 def steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the newest `step` event of each step."""
     return list({event["step"]: event for event in events if event["event"] == "step"}.values())
+
+
+def usual(events: list[dict[str, Any]], figure: str) -> float:
+    """Return the median of a figure of the steps of a run, without the first third of them."""
+    made = steps_of(events)
+    return statistics.median(event[figure] for event in made[len(made) // 3 :])
 
 
 def verdict(good: bool) -> str:
@@ -435,9 +441,7 @@ def check_speed(shape: str, setting: Setting) -> list[Row]:
     steps, seq_len, config, recompute = 12 if setting.tiny else 40, *sizes(shape, setting)
     events = setting.run(speed_recipe(shape, setting, steps))
     setting.runs[shape] = events
-    made = steps_of(events)[len(steps_of(events)) // 3 :]
-    rate = seq_len / statistics.median(event["step_s"] for event in made)
-    mfu = statistics.median(event["mfu"] for event in made)
+    rate, mfu = seq_len / usual(events, "step_s"), usual(events, "mfu")
     note = "train.compile: auto" + (f"; MFU {mfu:.1%}" if setting.on_gpu else "")
     rows = [Row(f"{shape}, fsdptrain", f"{rate:,.0f} tokens/s", MEASURED, note)]
     peers = itertools.product({"plain": "plain fully_shard", "trainer": "the Trainer"}.items(), (True, False))
@@ -445,8 +449,8 @@ def check_speed(shape: str, setting: Setting) -> list[Row]:
         what = f"{shape}, {shown}, {'compiled' if compiled else 'not compiled'}"
         try:
             found = setting.job(
-                "peer", loop=name, config=config, seq_len=seq_len, micro_batch=1, recompute=recompute,
-                compiled=compiled, steps=steps // 2, place=str(setting.folder),
+                "peer", loop=name, config=config, seq_len=seq_len, recompute=recompute, compiled=compiled,
+                steps=steps // 2, place=str(setting.folder),
             )  # fmt: skip
         except SystemExit as error:  # also a peer that runs out of memory
             rows.append(Row(what, "failed", MEASURED, str(error)[-200:]))
@@ -498,9 +502,7 @@ def check_forecast(shape: str, setting: Setting) -> list[Row]:
     else:
         rows.append(Row(f"{shape}, memory allocated", f"forecast {forecast['peak_bytes'] / GIB:.3g} GiB", MEASURED))
     if events := setting.runs.get(shape):
-        made = steps_of(events)
-        measured = statistics.median(event["step_s"] for event in made[len(made) // 3 :])
-        rows.append(timed(shape, forecast, measured, setting.on_gpu))
+        rows.append(timed(shape, forecast, usual(events, "step_s"), setting.on_gpu))
     else:
         rows.append(Row(f"{shape}, step time", "not compared", MEASURED, f"run speed-{shape} in the same call"))
     return rows
@@ -582,24 +584,25 @@ def check_out_of_memory(setting: Setting) -> list[Row]:
             Row("out-of-memory message", "not run", MEASURED, "a CPU would swap, or the kernel would kill processes")
         ]
     rows = 8 * int(setting.machine["memory"] / 12 / 128256 / 4096 + 1)
-    changes = {
-        "data.seq_len": 4096,
-        "train.loss": "plain",
-        "train.global_batch_size": rows,
-        "train.micro_batch_size": rows,
-    }
-    return [judge_out_of_memory(*setting.command("run", setting.recipe("too-large", SHAPES["1B"], changes)))]
+    changes = {"data.seq_len": 4096, "train.loss": "plain"}
+    changes |= {"train.global_batch_size": rows, "train.micro_batch_size": rows}
+    code, output = setting.command("run", setting.recipe("too-large", SHAPES["1B"], changes))
+    return [judged("out-of-memory message", code, output, OUT_OF_MEMORY, codes=(3, 5))]
 
 
-def judge_out_of_memory(code: int, output: str) -> Row:
-    """Return a row on the error message of a run that ran out of memory."""
-    wanted = {
-        "out of memory": r"out of memory|does not fit", "the forecast": r"forecast: \d",
-        "an override that fits": r"would fit:\s+(train|fsdp|model)\.\w+=",
-    }  # fmt: skip
-    missing = [name for name, pattern in wanted.items() if not re.search(pattern, output, re.IGNORECASE)]
-    figure = f"exit code {code}; " + (f"does not name {', '.join(missing)}" if missing else "names all of it")
-    return Row("out-of-memory message", figure, verdict(code in (3, 5) and not missing), message_of(output))
+OUT_OF_MEMORY = {  # what the error of such a run names
+    "out of memory": r"(?i)out of memory|does not fit", "the forecast": r"forecast: \d",
+    "an override that fits": r"would fit:\s+(train|fsdp|model)\.\w+=",
+}  # fmt: skip
+
+
+def judged(
+    what: str, code: int, output: str, wanted: dict[str, str], codes: Collection[int] = (5,), after: str = ""
+) -> Row:
+    """Return a row on the error of a command; `wanted` has a pattern for everything that the message should name."""
+    missing = [name for name, pattern in wanted.items() if not re.search(pattern, output)]
+    figure = f"exit code {code}{after}; {f'does not name {listed(missing)}' if missing else 'names all'}"
+    return Row(what, figure, verdict(code in codes and not missing), message_of(output))
 
 
 def check_hang(setting: Setting) -> list[Row]:
@@ -629,7 +632,8 @@ def hang_in_data(setting: Setting) -> Row:
     started = time.monotonic()
     code, output = setting.command("run", hang_recipe(setting, "hang-in-data", 1), **faults)
     wanted = {"where rank 0 is": r"rank 0 is in corpus\.batch"}
-    return judge_hang("message of a rank without data", code, output, time.monotonic() - started, wanted)
+    after = f" after {time.monotonic() - started:.0f} s"
+    return judged("message of a rank without data", code, output, wanted, after=after)
 
 
 def hang_of_stopped(setting: Setting) -> Row:
@@ -643,7 +647,7 @@ def hang_of_stopped(setting: Setting) -> Row:
         next(each for each in processes_of(run) if each.environ().get("RANK") == "1").suspend()
         started = time.monotonic()
         output = process.communicate(timeout=setting.left())[0].decode(errors="replace")
-        seconds = time.monotonic() - started
+        after = f" after {time.monotonic() - started:.0f} s"
     finally:
         process.kill()
     output += setting.log.read_bytes()[before:].decode(errors="replace")
@@ -652,15 +656,7 @@ def hang_of_stopped(setting: Setting) -> Row:
         # On a GPU the other ranks are found at a wait for the device: only the recorder names the unit.
         "the collective with its unit": r"(wait for rank 1 in|rank 1 never entered) [\w-]+ #\d+ of \w+",
     }
-    return judge_hang("message of a stopped rank", process.returncode, output, seconds, wanted)
-
-
-def judge_hang(what: str, code: int, output: str, seconds: float, wanted: dict[str, str]) -> Row:
-    """Return a row on the error message of a run that hung; `wanted` has a pattern for everything it should name."""
-    missing = [name for name, pattern in wanted.items() if not re.search(pattern, output)]
-    named = f"does not name {', '.join(missing)}" if missing else "names all"
-    figure = f"exit code {code} after {seconds:.0f} s; {named}"
-    return Row(what, figure, verdict(code == 5 and not missing), message_of(output))
+    return judged("message of a stopped rank", process.returncode, output, wanted, after=after)
 
 
 def message_of(output: str) -> str:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,11 +25,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from common import exit_with_result
-from gpu_device import Cpu, device_of
-from gpu_smoke import join, smoke
+from gpu_device import device_of
+from gpu_smoke import join, relative, smoke
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.config.reader import load
@@ -235,13 +236,20 @@ def graphs(device: str, recipe: str, overrides: list[str], tiny: bool, steps: in
 
     counters.clear()
     with cheap_compiler(tiny), fresh_trainer(recipe, *overrides) as run:
-        for step in range(WARM_UP):
-            run.step(step)
+        timed_steps(run, 0, WARM_UP)
         first = counters["stats"]["unique_graphs"]
-        for step in range(WARM_UP, WARM_UP + steps):
-            run.step(step)
+        timed_steps(run, WARM_UP, steps)
         later = counters["stats"]["unique_graphs"] - first
     return {"first": first, "later": later, "breaks": sum(counters["graph_break"].values())}
+
+
+def timed_steps(run: Trainer, first: int, count: int) -> float:
+    """Make some steps, and wait for the device; return the seconds of one."""
+    started = time.perf_counter()
+    for step in range(first, first + count):
+        run.step(step)
+    device_of(run.world.device.type).synchronize()
+    return (time.perf_counter() - started) / count
 
 
 def gradients(device: str, recipe: str, variants: dict[str, list[str]], reference: str) -> dict[str, float]:
@@ -257,24 +265,16 @@ def gradients(device: str, recipe: str, variants: dict[str, list[str]], referenc
             run.engine.accumulate(0, batches, int(corpus.labels.sum()))
             found[name] = [grad.float().cpu().clone() for grad in run.engine.local_grads()]
     expected = found.pop(reference)
-    return {name: max(map(difference, grads, expected)) for name, grads in found.items()}
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest absolute difference of two gradients, relative to the largest element of the second."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+    return {name: max(map(relative, grads, expected)) for name, grads in found.items()}
 
 
 def syncs(device: str, recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return for each variant the waits of the host in `steps` steps, by place; None if they cannot be recorded."""
-    at: Cpu = device_of(device)
     found: dict[str, Any] = {}
     for name, overrides in variants.items():
         with fresh_trainer(recipe, *overrides) as run:
-            for step in range(WARM_UP):
-                run.step(step)
-            at.synchronize()
-            with at.recorded_syncs() as places:
+            timed_steps(run, 0, WARM_UP)
+            with device_of(device).recorded_syncs() as places:
                 for step in range(WARM_UP, WARM_UP + steps):
                     run.step(step)
             found[name] = None if places is None else dict(Counter(places))
@@ -283,56 +283,40 @@ def syncs(device: str, recipe: str, variants: dict[str, list[str]], steps: int) 
 
 def step(device: str, recipe: str, steps: int) -> dict[str, Any]:
     """Return the memory of some steps of a recipe, and the share of time in which the device is idle."""
-    from torch.profiler import ProfilerActivity, profile
-
-    at: Cpu = device_of(device)
+    at = device_of(device)
     # On a GPU its kernels only: to record the host's calls as well would slow the host down.
     activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
     with fresh_trainer(recipe) as run:
-        for number in range(WARM_UP):
-            run.step(number)
-        at.synchronize()
+        timed_steps(run, 0, WARM_UP)
         at.reset_peak()
-        for number in range(WARM_UP, WARM_UP + steps):
-            run.step(number)
-        at.synchronize()
+        timed_steps(run, WARM_UP, steps)
         memory = at.memory()
-
-        def some_steps() -> None:
-            for number in range(WARM_UP + steps, WARM_UP + 2 * steps):
-                run.step(number)
-            at.synchronize()
-
         with profile(activities=activities) as recorded:
-            started = time.perf_counter()
-            some_steps()
-            wall_s = time.perf_counter() - started
+            wall_s = steps * timed_steps(run, WARM_UP + steps, steps)
         return {"memory": memory, "idle": 1 - at.busy_seconds(list(recorded.events())) / wall_s}
 
 
-def profiled(device: str, recipe: str, folder: str) -> dict[str, int]:
-    """Write a profile of two steps, and on a GPU a snapshot of the memory; return the bytes of each file of rank 0."""
-    from torch.profiler import ProfilerActivity, profile
+def profiled(device: str, recipe: str, folder: str, steps: int, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Write a profile of some steps of rank 0, and on a GPU a snapshot of its memory, into a folder.
 
-    at, made = device_of(device), Path(folder)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with fresh_trainer(recipe) as run:
-        rank = run.world.rank
-        for number in range(WARM_UP):
-            run.step(number)
-        if device == "cuda":
+    Returns the seconds of a step without the profiler, and with it.
+    """
+    made, on_gpu = Path(folder), device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with fresh_trainer(recipe, *overrides) as run:
+        timed_steps(run, 0, WARM_UP)
+        step_s = timed_steps(run, WARM_UP, steps)
+        if on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         with profile(activities=activities) as recorded:
-            for number in range(WARM_UP, WARM_UP + 2):
-                run.step(number)
-            at.synchronize()
-        if rank == 0:
+            profiled_s = timed_steps(run, WARM_UP + steps, steps)
+        if run.world.rank == 0:
             recorded.export_chrome_trace(str(made / "profile.json.gz"))
-            (made / "profile.txt").write_text(recorded.key_averages().table(row_limit=60, max_name_column_width=80))
-        if rank == 0 and device == "cuda":
+            table = recorded.key_averages().table("self_cpu_time_total", row_limit=60, max_name_column_width=80)
+            (made / "profile.txt").write_text(table)
+        if run.world.rank == 0 and on_gpu:
             torch.cuda.memory._dump_snapshot(str(made / "memory.pickle"))
-    files = [made / name for name in ("profile.json.gz", "profile.txt", "memory.pickle")]
-    return {path.name: path.stat().st_size for path in files if path.exists()}
+    return {"step_s": step_s, "profiled_s": profiled_s}
 
 
 # ----------------------------------------------------------------------------------------------------------- many ranks
@@ -355,26 +339,17 @@ def bandwidths(device: str, tiny: bool) -> dict[str, float]:
 
 
 def peer(
-    device: str,
-    loop: str,
-    config: dict[str, Any],
-    seq_len: int,
-    micro_batch: int,
-    recompute: bool,
-    compiled: bool,
-    steps: int,
+    device: str, loop: str, config: dict[str, Any], seq_len: int, recompute: bool, compiled: bool, steps: int,
     place: str,
-) -> None:
-    """Train with one of the loops of `peers.py` on random tokens; what it measured is passed on there."""
+) -> None:  # fmt: skip
+    """Train with a loop of `peers.py` on random tokens, one row a step; what it measured is passed on there."""
     import peers
-
-    world = int(os.environ["WORLD_SIZE"])
 
     def rows() -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(config["vocab_size"], (steps * world * micro_batch, seq_len), generator=generator)
+        return torch.randint(config["vocab_size"], (steps, seq_len), generator=generator)
 
-    work = peers.Workload(config, rows, micro_batch, Path(place), device, recompute, compiled)
+    work = peers.Workload(config, rows, 1, Path(place), device, recompute, compiled)
     if loop == "plain":
         peers.train_plain(work)
     peers.train_trainer(work, steps)

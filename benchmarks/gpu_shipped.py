@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from gpu_checks import MEASURED, Row, Setting, forecasted, message_of, output_of, steps_of, timed, verdict
+from gpu_checks import MEASURED, Row, Setting, forecasted, message_of, output_of, steps_of, timed, usual, verdict
 from omegaconf import OmegaConf
 
 from fsdptrain.text import GIB, counted
@@ -81,10 +80,7 @@ def trained_rows(what: str, setting: Setting, recipe: Path, forecast: dict[str, 
     """Train a recipe to its end; return rows on its speed and memory, and that the loss does not rise."""
     events = setting.run(recipe)
     steps, seq_len = steps_of(events), next(event["seq_len"] for event in events if event["event"] == "start")
-    late = steps[len(steps) // 3 :]
-    step_s, rate, mfu = (
-        statistics.median(event[key] for event in late) for key in ("step_s", "positions_per_s", "mfu")
-    )
+    step_s, rate, mfu = (usual(events, figure) for figure in ("step_s", "positions_per_s", "mfu"))
     setting.rates[what] = rate
     shape = f"{forecast['model']['parameters'] / 1e9:.3g} billion parameters, rows of {seq_len}"
     shape += f", forecast with {forecast['attention']}" if forecast["attention"] else ""
@@ -150,6 +146,6 @@ def check_shipped_qlora(setting: Setting) -> list[Row]:
 def check_profile(setting: Setting) -> list[Row]:
     """A profile of two steps of the shipped 8B recipe on all cards and a snapshot of its memory, into the archive."""
     recipe = shipped(setting, "8B-profile", train__steps=20)
-    found = setting.job("profiled", setting.many, recipe=str(recipe), folder=str(setting.folder))
-    sizes = ", ".join(f"{name} {size / 2**20:.3g} MiB" for name, size in found.items())
-    return [Row("8B-profile", sizes, verdict(bool(found)), "in the archive")]
+    found = setting.job("profiled", setting.many, recipe=str(recipe), folder=str(setting.folder), steps=2)
+    figure = f"{found['step_s']:.3g} s a step, {found['profiled_s']:.3g} s with the profiler"
+    return [Row("8B-profile", figure, MEASURED, "in the archive")]

@@ -97,7 +97,7 @@ def fused_step(device: str) -> float:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest element expected."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-12))
 
 
 CALLS = {  # what is called, and the largest error

@@ -12,13 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from common import exit_with_result, peak_rss, rss
+from common import WARM_UP, exit_with_result, peak_rss, rss
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-WARM_UP = 2  # first steps of a turn that are not counted
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,14 @@ class Workload:
         for at in range(rank * self.micro_batch, len(ids), self.world * self.micro_batch):
             yield ids[at : at + self.micro_batch].to(self.device)
 
-    def model(self, frozen: torch.dtype | None = None) -> Any:
-        """Return the model on the device: trained weights in float32, frozen ones in `frozen`, by default `compute`."""
+    def model(self) -> Any:
+        """Return the model on the device: trained weights in float32, frozen ones in `compute`."""
         torch.manual_seed(0)
         with torch.device(self.device):
             if self.base is None:
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
             else:
-                model = AutoModelForCausalLM.from_pretrained(self.base, dtype=frozen or self.compute)
+                model = AutoModelForCausalLM.from_pretrained(self.base, dtype=self.compute)
                 model = get_peft_model(model, lora())
         if self.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -85,10 +83,10 @@ def start_ranks(device: str) -> int:
     return rss() if device == "cpu" else 0
 
 
-def train_plain(work: Workload, frozen: torch.dtype | None = None) -> NoReturn:
-    """Train with fully_shard on every layer and the model, and transformers' own loss; `frozen` as in `model`."""
+def train_plain(work: Workload) -> NoReturn:
+    """Train with fully_shard on every layer and the model, and transformers' own loss."""
     baseline = start_ranks(work.device)
-    model = work.model(frozen)
+    model = work.model()
     policy = MixedPrecisionPolicy(param_dtype=work.compute, reduce_dtype=torch.float32)
     for layer in model.get_decoder().layers:
         fully_shard(layer, mp_policy=policy)

@@ -18,8 +18,7 @@ Shapes: `small` (from scratch, vocabulary 8,192, micro-batches of 4 sequences of
 ours and `plain` into the compute dtype, `trl` into the one that it chooses), `copies` (`small` with NO_SHARD: how much
 of the reduction backward hides).
 
-Memory is the peak resident memory of a rank, and the part of
-it (`own`) that came after the imports.
+Memory is the peak resident memory of a rank, and the part of it (`own`) that came after the imports.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -35,27 +35,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import (
-    LLAMA,
-    ROOT,
-    alternate,
-    compute_dtype,
-    describe_machine,
-    rss,
-    run_fsdptrain,
-    run_ranks,
-)
+from common import LLAMA, ROOT, WARM_UP, alternate, compute_dtype, describe_machine, rss, run_fsdptrain, run_ranks
 
 if TYPE_CHECKING:
     from peers import Workload
 
 WORLD = 2
-WARM_UP = 2  # first steps of a turn that are not counted
 SEQ_LEN = 512
 RANK = 16  # of adapters
 SHAPES = {  # vocabulary, sequences a micro-batch
-    "small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4), "lora": (8192, 4),
-    "copies": (8192, 4),
+    "small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4), "lora": (8192, 4), "copies": (8192, 4),
 }  # fmt: skip
 PEERS = {
     "small": ("plain",), "vocabulary": ("plain",), "gsm8k": ("trl",), "lora": ("plain", "trl"),
@@ -185,28 +174,19 @@ def workload(shape: str, place: Path) -> Workload:
     return Workload(config, rows, micro_batch, place, base=base, compute=compute)
 
 
-def plain(shape: str, place: Path) -> None:
-    """Train with fully_shard and transformers' own model and loss."""
-    from peers import train_plain
+def train_peer(name: str, shape: str, place: Path) -> None:
+    """Train on this rank with a peer; what it measured is passed on there."""
+    from peers import train_ddp, train_plain
 
-    train_plain(workload(shape, place))
-
-
-def ddp(shape: str, place: Path) -> None:
-    """Train with DistributedDataParallel and its own size of buckets."""
-    from peers import train_ddp
-
-    train_ddp(workload(shape, place), 25)
+    if name == "trl":
+        train_trl(shape, place)
+    elif name == "plain":
+        train_plain(workload(shape, place))
+    else:
+        train_ddp(workload(shape, place), bucket_mb={"ddp": 25, "unhidden": 2**20}[name])
 
 
-def unhidden(shape: str, place: Path) -> None:
-    """Train with DistributedDataParallel and a bucket for all gradients."""
-    from peers import train_ddp
-
-    train_ddp(workload(shape, place), 2**20)
-
-
-def trl(shape: str, place: Path) -> None:
+def train_trl(shape: str, place: Path) -> None:
     """Train with TRL's SFTTrainer: packed rows of GSM8K by best fit, or adapters."""
     from datasets import Dataset
     from peers import lora, run_trainer, trainer_arguments
@@ -254,8 +234,7 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
 
 
 if __name__ == "__main__":
-    peers = {peer.__name__: peer for peer in (plain, ddp, unhidden, trl)}
-    if len(sys.argv) > 1 and sys.argv[1] in peers:
-        peers[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    if "RESULT_FILE" in os.environ:
+        train_peer(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     else:
         main()

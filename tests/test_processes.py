@@ -251,7 +251,7 @@ def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
         path = tmp_path / file
         path.write_text(text, encoding="utf-8")
         with pytest.raises(DataError, match=r"no .*column_0_.*and 5,970 more") as refused:
-            list(read_rows(open_sources(str(path))[0], Data(path=str(path)), None))
+            list(read_rows(open_sources(str(path)), Data(path=str(path)), None))
         assert len(str(refused.value)) < 3000
 
 

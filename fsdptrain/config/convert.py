@@ -89,7 +89,7 @@ def convert(paths: Sequence[Path], dest: Path) -> Conversion:
         _convert_entry(done, entry)
     _join_parts(done)
     _add_defaults(done)
-    _choose_batch_and_length(done)
+    _choose_batch(done)
     _choose_name(done)
     _write(done, ", ".join(path.name for path in paths), dest)
     return done
@@ -202,7 +202,7 @@ def _add_defaults(done: Conversion) -> None:
             done.comments[path] = f"default of {tool.name}"
 
 
-def _choose_batch_and_length(done: Conversion) -> None:
+def _choose_batch(done: Conversion) -> None:
     """Multiply the sequences of a rank to those of a step, unless the files have their number."""
     values = done.values
     accumulation, ranks = values.pop("_accumulation", 1), values.pop("_ranks", None)

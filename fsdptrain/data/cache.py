@@ -22,7 +22,7 @@ from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk
 from fsdptrain.folder.files import NOTHING_THERE, system_errors
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
-PIECE = 2**24  # bytes of a file that are read at a time
+READ_BYTES = 2**24  # bytes of a file that are read at a time
 CHECKSUM_FILE = "sums.json"
 PARTS_FILE = "parts.json"  # of a folder that needs others: KIND/NAME of each in the cache
 COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
@@ -62,7 +62,12 @@ def intact_folder(kind: str, key: Any, little: int = QUICKLY_READ) -> Path | Non
 
 
 def _folder(kind: str, key: Any) -> Path:
-    return cache_dir(kind) / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_dir(kind) / key_digest(key)
+
+
+def key_digest(key: Any) -> str:
+    """Return the name in the cache of what JSON values identify."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def scratch_beside(path: Path) -> Path:
@@ -189,7 +194,7 @@ def _checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     for name in names:
         size = checksum = 0
         with (folder / name).open("rb") as stream:
-            while piece := stream.read(PIECE):
-                size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+            while data := stream.read(READ_BYTES):
+                size, checksum = size + len(data), zlib.crc32(data, checksum)
         found[name] = [size, checksum]
     return found

@@ -36,27 +36,19 @@ def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
     Raises DataError as `open_sources` and `read_rows` do.
     """
     source = first_source(path)
-    return source.columns, next(read_rows(source, data, None), [])[:PEEKED_ROWS]
+    return source.columns, next(read_rows([source], data, None), [])[:PEEKED_ROWS]
 
 
-def column_names(path: DataPath) -> list[str]:
-    """Return the columns behind a path; raises DataError as `open_sources` does."""
-    return first_source(path).columns
-
-
-def read_rows(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of the rows of one source, as `read_all_rows` does."""
-    return read_all_rows([source], data, limit)
-
-
-def read_all_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
+def read_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of rows with the format's fields, every value checked; conversations also with their `place`.
 
     Raises DataError for a missing column, and for rows that are broken, have a null or a value of the wrong type: up to
     MOST_BROKEN of them at once, each with its place.
     """
     rows = islice(chain.from_iterable(_checked_rows(source, data) for source in sources), limit)
-    yield from iter(partial(_next_batch, _until_broken(rows)), [])
+    until_broken = _until_broken(rows)
+    while batch := list(islice(until_broken, BATCH_ROWS)):
+        yield batch
 
 
 def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataError]:
@@ -125,7 +117,7 @@ def describe_columns(path: DataPath, data: Data) -> str:
             parts[0] += " (ShareGPT: from as role, value as content)"
     if data.format.optional:
         optional = {field: data.columns.get(field, field) for field in data.format.optional}
-        there = {field: column for field, column in optional.items() if column in column_names(path)}
+        there = {field: column for field, column in optional.items() if column in first_source(path).columns}
         parts += [field if field == column else f"{column} as {field}" for field, column in there.items()]
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
@@ -186,10 +178,6 @@ def _missing_column_message(missing: str, available: list[str], data: Data) -> s
     form, columns = likely
     keys = [f"format: {form}"] * (form != data.format) + [f"columns: {yaml_text(columns)}"] * bool(columns)
     return f"{message}They fit data: {{{', '.join(keys)}}}"
-
-
-def _next_batch(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list(islice(rows, BATCH_ROWS))
 
 
 def _text_fields(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:

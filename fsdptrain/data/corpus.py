@@ -239,7 +239,10 @@ class Mixture:
     @property
     def notes(self) -> dict[str, int]:
         """The counts of the corpora, added."""
-        return dict(sum((Counter(part.notes) for part in self.parts), Counter()))
+        counts = Counter[str]()
+        for part in self.parts:
+            counts.update(part.notes)  # `+` would leave out those that are 0
+        return dict(counts)
 
     def fill(self) -> float:
         """Return the fraction of tokens that are not padding; see `Corpus.fill`."""

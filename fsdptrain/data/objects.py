@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -28,14 +26,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import data_kind
-from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, remove_leftovers, scratch_beside
+from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, key_digest, remove_leftovers, scratch_beside
 from fsdptrain.data.readers import reject_saved_to_disk
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
 from fsdptrain.text import size as size_text
 
-PIECE = 2**24  # bytes of one request
+REQUEST_BYTES = 2**24  # bytes of one request
 AT_ONCE = 8  # objects that are downloaded at the same time
 POLL_S = 0.25  # between two reports of progress
 
@@ -51,7 +49,7 @@ class DataObject:
     @property
     def copy(self) -> Path:
         """Its copy in the cache, which exists only if it is complete."""
-        return cache_dir("objects") / _digest([str(self.place), self.size, self.etag])
+        return cache_dir("objects") / key_digest([str(self.place), self.size, self.etag])
 
     @property
     def is_here(self) -> bool:
@@ -60,10 +58,6 @@ class DataObject:
             return self.copy.stat().st_size == self.size
         except OSError:
             return False
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
 @functools.cache  # per process: everything that reads the data sees the same objects
@@ -174,7 +168,7 @@ def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -
     """
     if all(each.is_here for each in objects):
         return
-    folder, name = cache_dir("objects"), _digest(str(objects[0].place))
+    folder, name = cache_dir("objects"), key_digest(str(objects[0].place))
     with _locked(folder / f"{name}.lock", objects, progress):
         missing = [each for each in objects if not each.is_here]
         scratch = scratch_beside(folder / name)
@@ -227,13 +221,13 @@ def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) 
     def copy(number: int) -> None:
         each, path = objects[number], scratch / str(number)
         with path.open("wb") as file:
-            for start in range(0, each.size, PIECE):
+            for start in range(0, each.size, REQUEST_BYTES):
                 if stop.is_set():
                     return
-                piece = _read(each, start)
-                file.write(piece)
+                data = _read(each, start)
+                file.write(data)
                 with lock:
-                    received[0] += len(piece)
+                    received[0] += len(data)
             os.fsync(file.fileno())
         _reject_changed(each, path.stat().st_size)
         path.replace(each.copy)
@@ -255,7 +249,7 @@ def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) 
 def _read(each: DataObject, start: int) -> bytes:
     with _data_errors(each.place, _changed(each)):
         try:
-            return each.place.read(start, min(start + PIECE, each.size))
+            return each.place.read(start, min(start + REQUEST_BYTES, each.size))
         except StorageError as error:
             if getattr(error.__cause__, "errno", None) == errno.EINVAL:  # this range is beyond the end of the object
                 _reject_changed(each, each.size)
@@ -263,7 +257,7 @@ def _read(each: DataObject, start: int) -> bytes:
 
 
 def _reject_changed(each: DataObject, received: int) -> None:
-    """Raise DataError when an object is no longer the one that was listed: its pieces may be of two versions."""
+    """Raise DataError when an object is no longer the one that was listed: its parts may be of two versions."""
     with _data_errors(each.place, _changed(each)):
         info = each.place.fs.info(each.place.key)
     if (info["size"], _etag(info)) != (each.size, each.etag) or received != each.size:

@@ -28,7 +28,7 @@ from typing import Any
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder, intact_folder, little_part
-from fsdptrain.data.columns import read_all_rows
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
 from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
@@ -37,7 +37,7 @@ from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, die_with_parent
 
-TOKENS = 1  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+TOKENS_VERSION = 1  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
@@ -113,7 +113,7 @@ def token_key(tokenizer: Any, data: Data, day: date | None) -> list[Any]:
     """Return (JSON) what decides the tokens of a row beside its content."""
     usual = vars(Data())
     keys = {k: v for k, v in vars(data).items() if k not in NOT_OF_TOKENS and v != usual[k]}
-    return [TOKENS, tokenizer_digest(tokenizer), day and day.isoformat(), keys]
+    return [TOKENS_VERSION, tokenizer_digest(tokenizer), day and day.isoformat(), keys]
 
 
 class PartEncoder:
@@ -153,7 +153,7 @@ class PartEncoder:
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
         encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
-            for batch in read_all_rows(part.sources, self.data, limit):
+            for batch in read_rows(part.sources, self.data, limit):
                 for ids, mask in encoder(batch):
                     tokens.write(array("I", ids).tobytes())
                     trained.write(mask)
@@ -179,7 +179,7 @@ def encode_parts(
 ) -> Generator[tuple[int, Path | None], None, None]:
     """Yield the number of rows of each part, and its folder: None behind the first `limit` rows.
 
-    Raises DataError as `read_all_rows` and `Encoder` do, and WorkerLost if a process is killed.
+    Raises DataError as `read_rows` and `Encoder` do, and WorkerLost if a process is killed.
     """
     done, total = SimpleNamespace(value=0), 0  # rows that are encoded by now, and in all
 
@@ -208,7 +208,7 @@ def encode_parts(
                 folder = next(folders) if wanted[number] else None
             except BrokenRows:  # others may follow in later parts
                 rest = (source for part in parts[number:] for source in part.sources)
-                collections.deque(read_all_rows(rest, data, sum(wanted[number:])), maxlen=0)
+                collections.deque(read_rows(rest, data, sum(wanted[number:])), maxlen=0)
                 raise
             yield count, folder
 

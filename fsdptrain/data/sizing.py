@@ -51,14 +51,14 @@ def choose_sizes(rows: RowLengths, treatment: Treatment, positions: int | None, 
     epochs = 1 if sequences >= FEW else 3
     batch = _batch(sequences, epochs, STEP_TOKENS // seq_len, ranks)
     steps = math.ceil(epochs * sequences / batch)
-    micro = _power_of_two_below(min(batch // ranks, MICRO_TOKENS // seq_len))
+    micro = _power_of_two_below(min(batch // ranks, MICRO_TOKENS // seq_len))  # divides another power of two
     return {
         "data.seq_len": seq_len,
         "data.eval": {"fraction": held_out} if held_out else None,
         "eval.every": _round_down(steps / 10) if held_out else None,
         "train.epochs": epochs,
         "train.global_batch_size": batch,
-        "train.micro_batch_size": micro if batch % (micro * ranks) == 0 else 1,
+        "train.micro_batch_size": micro,
         "checkpoint.every": _round_down(min(500, max(steps / 5, 10))),
         "log.every": 1 if steps < 5000 else 10,
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data, matching_paths, places
-from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
+from fsdptrain.data.cache import QUICKLY_READ, READ_BYTES, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import DataObject, fetch, list_objects
 from fsdptrain.data.readers import (
@@ -187,11 +187,11 @@ def _content(file: DataFile) -> Content:
         if not file.name.lower().endswith(".jsonl"):  # in other types a line need not begin a row
             return Content(hashlib.file_digest(stream, "sha256").hexdigest(), cuts)
         digest, at, lines = hashlib.sha256(), 0, 0
-        while piece := stream.read(PIECE) + stream.readline():
+        while data := stream.read(READ_BYTES) + stream.readline():
             if at - (cuts[-1] if cuts else BEGIN)[0] >= PART_BYTES:
                 cuts.append((at, lines))
-            digest.update(piece)
-            at, lines = at + len(piece), lines + piece.count(b"\n")
+            digest.update(data)
+            at, lines = at + len(data), lines + data.count(b"\n")
     return Content(digest.hexdigest(), cuts)
 
 
@@ -214,9 +214,9 @@ def quick_fingerprint(path: DataPath, budget: int) -> str:
         digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
         left = size if whole else budget // len(files)
         with file_errors(Path(name)), Path(name).open("rb") as stream:
-            while left > 0 and (piece := stream.read(min(left, PIECE))):
-                digest.update(piece)
-                left -= len(piece)
+            while left > 0 and (data := stream.read(min(left, READ_BYTES))):
+                digest.update(data)
+                left -= len(data)
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ from fsdptrain import __version__
 from fsdptrain.config.schema import Data, Model
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
-from fsdptrain.data.columns import read_all_rows
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
@@ -125,7 +125,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 def _training_texts(plan: Plan) -> Iterator[str]:
     """Yield every text of the training data, whatever its format."""
     for data in (source.data for source in plan.sources):
-        for row in itertools.chain.from_iterable(read_all_rows(open_sources(data.path), data, data.max_rows)):
+        for row in itertools.chain.from_iterable(read_rows(open_sources(data.path), data, data.max_rows)):
             for value in (row[field] for field in {"prompt": None, **data.format.fields} if field in row):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:

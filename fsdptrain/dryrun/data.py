@@ -15,7 +15,7 @@ from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
-from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
+from fsdptrain.data.columns import describe_columns, peek, read_rows, seam_without_space
 from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
@@ -98,7 +98,7 @@ def check_rows(plan: Plan, findings: Findings) -> None:
     for source in plan.sources:
         with errors_of(source.name if named else None):
             found.append(_check_rows_of(source, named, findings))
-    findings.add_values("data", found[0] if not plan.recipe.data.sources else {"sources": found}, HEADING)
+    findings.add_values("data", {"sources": found} if named else found[0], HEADING)
 
 
 def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
     """
     positions = plan.total_steps(len(stream)) * plan.recipe.train.global_batch_size
     parts, shares = stream.corpus.parts, stream.order.shares
-    token_shares = stream.token_shares()
+    token_shares, read, times = stream.token_shares(), stream.order.counts(positions), stream.reads(positions)
     trained = [share * float(part.labels.mean()) for share, part in zip(shares, parts, strict=True)]
     return [
         {
@@ -209,8 +209,8 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
             "share": shares[i] / sum(shares),
             "token_share": token_shares[i],
             "trained_share": trained[i] / sum(trained),
-            "sequences_read": stream.order.counts(positions)[i],
-            "times_read": stream.reads(positions)[i],
+            "sequences_read": read[i],
+            "times_read": times[i],
             **describe_rows(source.data, part, tokenizer),
         }
         for i, (source, part) in enumerate(zip(plan.sources, parts, strict=True))
@@ -360,7 +360,7 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
     readable_files(plan.data_path, progress=findings.send_progress)
     sources = open_sources(plan.data_path)
     available = sum(map(len, sources))
-    for batch in read_all_rows(sources, data, MOST_ROWS):
+    for batch in read_rows(sources, data, MOST_ROWS):
         for row in batch:
             texts = [str(row[field]) for field in data.format.fields]
             lengths.append(-(-sum(len(text.encode()) for text in texts) // BYTES_PER_TOKEN))

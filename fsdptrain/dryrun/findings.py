@@ -21,6 +21,7 @@ from fsdptrain.errors import (
     WorkerError,
 )
 from fsdptrain.folder.events import progress_record
+from fsdptrain.text import counted
 
 # Exit codes, that of the most basic problem first.
 BASIC_FIRST = [
@@ -143,7 +144,7 @@ class Findings:
     def verdict(self) -> str:
         """The result in one line."""
         others = [text for text in self.problems if self._codes[text] != DoesNotFit.exit_code]
-        count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)} (listed at the end)"
+        count = f"{counted(len(self.problems), 'problem')} (listed at the end)"
         if not others:
             no_forecast = "memory and time were not forecast"
             found = self.forecast or (no_forecast if self.warnings else f"no problems found; {no_forecast}")

@@ -165,9 +165,9 @@ def own_problems(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Differ
             where.setdefault((record["type"], record["message"]), set()).add(n)
     for (kind, message), found in where.items():
         on = f"on {listed(names[n] for n in sorted(found))}: " if len(found) < len(nodes) else ""
-        field = re.match(r"(?:[\w.]+:\d+: |command line: )?([\w.]+): ", message)
+        key = re.match(r"(?:[\w.]+:\d+: |command line: )?([\w.]+): ", message)
         error = from_record({"type": kind, "message": f"{on}{message}"})
-        yield Difference(found, field[1] if field else "machine", error)
+        yield Difference(found, key[1] if key else "machine", error)
 
 
 def must_be_equal(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Difference]:

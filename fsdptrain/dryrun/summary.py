@@ -61,18 +61,18 @@ def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) 
 
 
 def histogram_lines(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
-    """Return a line per bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
+    """Return a line a bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
     while len(bins) > 1 and not bins[0]["rows"]:
         bins = bins[1:]
-    most = max(bin["rows"] for bin in bins)
-    names = [f"{bin['from']:,}–{bin['to']:,}" for bin in bins]
+    most = max(each["rows"] for each in bins)
+    names = [f"{each['from']:,}–{each['to']:,}" for each in bins]
     name_width, digits = max(map(len, names)), len(f"{most:,}")
     longest = max(1, min(LONGEST_BAR, width - name_width - digits - len(beyond) - 5))
     return [
-        f"{name:>{name_width}} {bin['rows']:>{digits},} "
-        + ("█" * round(longest * bin["rows"] / most) or "▏" * bool(bin["rows"]))
-        + (f" {beyond}" if bin["from"] > seq_len and bin["rows"] else "")
-        for name, bin in zip(names, bins, strict=True)
+        f"{name:>{name_width}} {each['rows']:>{digits},} "
+        + ("█" * round(longest * each["rows"] / most) or "▏" * bool(each["rows"]))
+        + (f" {beyond}" if each["from"] > seq_len and each["rows"] else "")
+        for name, each in zip(names, bins, strict=True)
     ]
 
 

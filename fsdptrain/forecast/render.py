@@ -71,12 +71,11 @@ def traffic_lines(forecast: Forecast) -> list[str]:
 def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
     """Return the time of a step, rates, and the time of the run; `cost` is empty if the number of steps is unknown."""
     world, unit = plan.topology.world_size, _unit(plan)
-    low, high = (end / forecast.step_s for end in forecast.step_s_range)
+    low, high = forecast.step_s_range
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
     attention = f"; attention by {forecast.attention}" if forecast.attention else ""
     lines = [
-        f"{seconds(forecast.step_s)} s a step ({seconds(low * forecast.step_s)} to {seconds(high * forecast.step_s)}; "
-        f"rates: {forecast.time_basis}); "
+        f"{seconds(forecast.step_s)} s a step ({seconds(low)} to {seconds(high)}; rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
         f"compute alone takes {seconds(forecast.compute_s)} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
         f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
@@ -84,11 +83,12 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     ]
     if not cost:
         return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]
-    hours = cost["gpu_hours"]
-    total = f"{_amount(hours)} {unit}-hours ({_amount(hours * low)} to {_amount(hours * high)})"
+    hours, steps = cost["gpu_hours"], cost["run_s"] / forecast.step_s
+    ends = " to ".join(_amount(hours * end / forecast.step_s) for end in (low, high))
+    total = f"{_amount(hours)} {unit}-hours ({ends})"
     if "dollars" in cost:
         total += f"; {_dollars(cost['dollars'])} at {_dollars(cost['price_per_gpu_hour'])} a GPU-hour"
-    return [*lines, f"{cost['run_s'] / forecast.step_s:,.0f} steps take {duration(cost['run_s'])}: {total}"]
+    return [*lines, f"{steps:,.0f} steps take {duration(cost['run_s'])}: {total}"]
 
 
 def _unit(plan: Plan) -> str:

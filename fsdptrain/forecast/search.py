@@ -234,10 +234,12 @@ def _cards_needed(
     out. The memory of a card does not grow with their number, so few numbers are tried: the first that can hold the
     state, then twice as far in the list each time, then between the last two.
     """
-    node = trials.plan.topology.nproc_per_node if trials.plan.topology.nnodes > 1 else node
-    sizes = [2**i for i in range(node.bit_length()) if 2**i < node] + [
-        node * nodes for nodes in range(1, MAX_NODES + 1)
-    ]
+    topology, parallel = trials.plan.topology, trials.plan.recipe.parallel
+    node = topology.nproc_per_node if topology.nnodes > 1 else node
+    sizes = [*(2**i for i in range(node.bit_length()) if 2**i < node), *range(node, MAX_NODES * node + 1, node)]
+    # Ranks that share rows need each other, on one node unless the recipe allows several.
+    most = MAX_NODES * node if parallel.context_over_nodes else node
+    sizes = [cards for cards in sizes if min(cards, most) % parallel.context == 0]
 
     def least(choice: tuple[Kind, Plan]) -> int | None:
         _, plan = choice

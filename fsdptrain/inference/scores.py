@@ -20,9 +20,9 @@ from torch.nn import functional
 from fsdptrain.config.formats import Format, guess_format
 from fsdptrain.config.paths import find_data, path_fault
 from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import column_names, peek, seam_without_space, unknown_columns_error
+from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, notes_on_rows, open_rows, pack_rows
-from fsdptrain.data.sources import readable_files
+from fsdptrain.data.sources import first_source, readable_files
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError
 from fsdptrain.folder.events import Progress, progress_record
 from fsdptrain.folder.storage import url_fault
@@ -105,7 +105,7 @@ def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     if opened.data and read_as.form is None and not opened.data.format.is_paired:
         columns = opened.data.columns | read_as.columns
         return dataclasses.replace(opened.data, seq_len=seq_len, columns=columns)
-    likely = guess_format([*column_names(place), *read_as.columns])  # fields that are named, too
+    likely = guess_format([*first_source(place).columns, *read_as.columns])  # fields that are named, too
     if read_as.form is None and likely is None:
         raise unknown_columns_error(place)
     form = likely[0] if likely and read_as.form is None else next(each for each in Format if each == read_as.form)

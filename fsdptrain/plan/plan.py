@@ -58,6 +58,8 @@ LAYOUT = 6
 
 BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share sequences
 EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the one that they began with
+LAYOUT_KEY = "layout"  # of LAYOUT in an identity
+KEEPS_STATE = ".kept"  # after a key of the recipe in an identity: not 0, so that the optimizer keeps state for it
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
@@ -450,7 +452,7 @@ def draft_plan(
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
     recipe, faults = with_chat_template(recipe, written.folder)
     problems += faults
-    problems += elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
+    problems += elastic_problems(recipe, topology) or _division_problems(recipe, topology)
     problems += _nccl_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
@@ -542,7 +544,7 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     least, most = node_range(recipe.launch.nnodes)
     sizes = range(least, most + 1)
     for nnodes in reversed(sizes):
-        problems = _layout_problems(recipe, dataclasses.replace(topology, nnodes=nnodes))
+        problems = _division_problems(recipe, dataclasses.replace(topology, nnodes=nnodes))
         if not problems:
             continue
         reason, way_out = problems[0].message.split("; ")
@@ -554,7 +556,8 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     return []
 
 
-def _layout_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that rows, batches and copies of the model divide among the ranks."""
     context = _context_problems(recipe, topology)
     return [*(context or _batch_problems(recipe, topology)), *_shard_problems(recipe, topology)]
 
@@ -644,9 +647,3 @@ def _trust_problems(recipe: Recipe) -> list[Problem]:
     what = f"{shortened(revision)!r} is a branch or a tag, which can change" if revision else "is not set"
     message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so set the full commit (40 hex digits)"
     return [Problem(message, "model.revision")]
-
-
-LAYOUT_KEY = "layout"  # key of LAYOUT in an identity
-
-# After a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it.
-KEEPS_STATE = ".kept"

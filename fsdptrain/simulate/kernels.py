@@ -113,7 +113,7 @@ def _arguments(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-CUDA = [
+CUDA_ATTENTION = [
     getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
     for kind in ("flash", "cudnn", "efficient")
     for way in ("", "_backward")
@@ -139,16 +139,18 @@ def attention_kernels(events: Iterable[Event], flash_key: str) -> list[str]:
     return [NAMES[key] for key in used] or ["plain matrix products"]
 
 
-CPU = [
+CPU_ATTENTION = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ]
 
 # By operator; torch's own formulas refuse fewer key heads than query heads up to 2.11, and do not know causal masks.
-FLOPS: dict[Any, Callable[..., int]] = {operator: partial(computed_flops, operator) for operator in [*CUDA, *CPU]}
+FLOPS: dict[Any, Callable[..., int]] = {
+    operator: partial(computed_flops, operator) for operator in [*CUDA_ATTENTION, *CPU_ATTENTION]
+}
 
 WORKSPACE: dict[Any, Callable[..., int]] = {
-    operator: partial(backward_workspace, operator) for operator in CUDA if "backward" in operator.__name__
+    operator: partial(backward_workspace, operator) for operator in CUDA_ATTENTION if "backward" in operator.__name__
 }
 
 _products: list[str] = []  # what the trace calls the products of the layer that computes now

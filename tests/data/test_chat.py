@@ -343,7 +343,7 @@ def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> No
         path.write_text(path.read_text().replace('"functions"', '"tools"'))
         [source] = open_sources(str(path))
     data = Data(format=Format.chat, columns=columns, seq_len=4096)
-    [[first, second]] = list(read_rows(source, data, None))
+    [[first, second]] = list(read_rows([source], data, None))
     assert second["tools"] == TOOLS and first.get("tools", [other]) == [other]
     assert second["messages"] == talk
     tokenizer = tokenizer_of("qwen2.5")
@@ -359,9 +359,9 @@ def test_wrong_tools_are_refused(tmp_path: Path, tools: Any) -> None:
     path.write_text(json.dumps({"messages": talk_of("Hi", "Ho"), "tools": tools}) + "\n")
     [source] = open_sources(str(path))
     with pytest.raises(DataError, match=r"talks\.jsonl:1: 'tools' is"):
-        list(read_rows(source, Data(format=Format.chat), None))
+        list(read_rows([source], Data(format=Format.chat), None))
     with pytest.raises(DataError, match=r"no column 'functions', which data\.columns names"):
-        list(read_rows(source, Data(format=Format.chat, columns={"tools": "functions"}), None))
+        list(read_rows([source], Data(format=Format.chat, columns={"tools": "functions"}), None))
 
 
 # ------------------------------------------------------------------------------------- turns, weights, variables

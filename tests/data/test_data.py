@@ -1185,7 +1185,7 @@ def numbered(folder: Path, *names: str, rows: int = 60) -> None:
 
 def small_parts(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
     """Make parts of a few rows, which several processes encode."""
-    monkeypatch.setattr(sources, "PIECE", 4096)
+    monkeypatch.setattr(sources, "READ_BYTES", 4096)
     monkeypatch.setattr(sources, "PART_BYTES", 8192)
     for name, value in {"SMALL": 1, "POOLED": 1, **values}.items():
         monkeypatch.setattr(parts, name, value)

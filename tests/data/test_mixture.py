@@ -90,6 +90,8 @@ def test_every_source_is_read_in_a_new_order_in_each_of_its_epochs(tmp_path: Pat
     assert isinstance(stream.corpus, Mixture)
     sizes = [len(part) for part in stream.corpus.parts]
     assert len(stream) == sum(sizes)
+    first, second = (part.notes for part in stream.corpus.parts)
+    assert stream.corpus.notes == {name: first[name] + second[name] for name in first} and first["dropped"] == 0
     numbers = stream.at(range(12 * len(stream)))
     of_sources = [[n for n in numbers if n < sizes[0]], [n - sizes[0] for n in numbers if n >= sizes[0]]]
     assert len(of_sources[0]) == 3 * len(of_sources[1])

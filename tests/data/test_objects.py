@@ -33,7 +33,7 @@ from fsdptrain.attempts.claim import check_inputs, store_fault
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data import objects, sources
-from fsdptrain.data.columns import read_all_rows, read_rows
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.corpus import open_rows
 from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
@@ -126,10 +126,7 @@ def test_a_url_has_the_files_the_rows_and_the_fingerprint_of_the_same_folder(tmp
         names = [path.relative_to(folder).as_posix() for path in data_files(local)]
         assert [str(each.place).removeprefix(f"{bucket}/") for each in list_objects(url)] == names and names
         assert fingerprint(url) == fingerprint(local)
-        rows = [
-            [rows for source in open_sources(where) for rows in read_rows(source, Data(), None)]
-            for where in (local, url)
-        ]
+        rows = [[*read_rows(open_sources(where), Data(), None)] for where in (local, url)]
         assert rows[0] == rows[1] and rows[0]
 
 
@@ -189,7 +186,7 @@ def test_an_error_in_an_object_names_the_object_and_the_line(bucket: Any) -> Non
     put(bucket, bad__jsonl=LINE + "{\n", bad__parquet=b"PAR1", cut__jsonl__gz=gzip.compress(LINE.encode())[:-9])
     for name, words in (("bad.jsonl", ":2: not a JSON"), ("bad.parquet", ": cannot"), ("cut.jsonl.gz", " cannot be")):
         with pytest.raises(DataError) as wrong:
-            list(read_all_rows(open_sources(f"{bucket}/{name}"), Data(), None))
+            list(read_rows(open_sources(f"{bucket}/{name}"), Data(), None))
         assert str(wrong.value).startswith(f"{bucket}/{name}{words}")
 
 
@@ -233,7 +230,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in pieces of 8 bytes, and wait less than a second for a store."""
     options = {"connect_timeout": 1, "read_timeout": 0.5, "retries": {"total_max_attempts": 2, "mode": "standard"}}
     monkeypatch.setitem(storage.OPTIONS, "s3", {"config_kwargs": options})
-    monkeypatch.setattr(objects, "PIECE", 8)
+    monkeypatch.setattr(objects, "REQUEST_BYTES", 8)
     monkeypatch.setattr(objects, "POLL_S", 0.02)
 
 

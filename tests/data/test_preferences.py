@@ -15,7 +15,7 @@ from support import SHAKESPEARE, write_recipe
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import read_all_rows
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.corpus import Corpus, open_rows, pack_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.sources import open_sources
@@ -42,7 +42,7 @@ def encoded(tmp: Path, tokenizer: Any, *rows: dict[str, Any], **keys: Any) -> tu
     data = load(write_recipe(tmp), ["data.format=preference", "train.objective=dpo"]).recipe.data
     data = Data(**vars(data) | {"path": str(tmp / "pairs.jsonl"), "seq_len": 256} | keys)
     encode, found = Encoder(tokenizer, data), []
-    for batch in read_all_rows(open_sources(data.path), data, None):
+    for batch in read_rows(open_sources(data.path), data, None):
         for ids, mask in encode(batch):
             trained = [token for token, flag in zip(ids, mask, strict=True) if flag]
             found.append((tokenizer.decode(ids), tokenizer.decode(trained)))

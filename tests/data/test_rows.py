@@ -28,7 +28,7 @@ from fsdptrain.config.formats import Format, guess_format
 from fsdptrain.config.paths import find_all_data, find_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data import sources
-from fsdptrain.data.columns import describe_columns, read_all_rows, read_rows
+from fsdptrain.data.columns import describe_columns, read_rows
 from fsdptrain.data.hub_data import hub_commit
 from fsdptrain.data.sources import count_files, data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
@@ -45,9 +45,7 @@ LONG = [{"text": FILLER}] * 1_060
 
 def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[str, Any]]:
     """Return all rows behind a path, from all its files, without the places of conversations."""
-    rows = (
-        row for source in open_sources(str(path)) for rows in read_rows(source, Data(**data), limit) for row in rows
-    )
+    rows = (row for rows in read_rows(open_sources(str(path)), Data(**data), limit) for row in rows)
     return [{field: value for field, value in row.items() if field != "place"} for row in rows]
 
 
@@ -65,7 +63,7 @@ def test_up_to_ten_broken_rows_are_reported_at_once_over_all_files(tmp_path: Pat
     broken = [row for source in open_sources(str(tmp_path)) for row in [source] if source.count == 8]
     assert len(broken) == 3, "a broken row counts as a row"
     with pytest.raises(DataError) as caught:
-        list(read_all_rows(open_sources(str(tmp_path)), Data(), None))
+        list(read_rows(open_sources(str(tmp_path)), Data(), None))
     shown = str(caught.value).splitlines()
     assert len(shown) == 11 and shown[-1] == "  12 broken rows, of which the first 10 are listed"
     assert [re.sub(r".*/(.*?): .*", r"\1", line) for line in shown[:5]] == [
@@ -77,7 +75,7 @@ def test_up_to_ten_broken_rows_are_reported_at_once_over_all_files(tmp_path: Pat
     ]
     assert "not a JSON object" in shown[0] and "is an int; expected text" in shown[1]
     with pytest.raises(DataError) as caught:
-        list(read_all_rows(open_sources(str(tmp_path)), Data(), 4))
+        list(read_rows(open_sources(str(tmp_path)), Data(), 4))
     assert len(str(caught.value).splitlines()) == 2, "rows beyond the limit are not read"
 
 
@@ -86,7 +84,7 @@ def test_a_list_of_files_is_read_in_its_order_without_the_empty_ones(tmp_path: P
     folder.mkdir()
     last, inside = put(tmp_path, "z.jsonl", lines({"text": "z"})), put(folder, "a.jsonl", lines({"text": "a"}))
     path = find_all_data([str(empty), str(last), str(folder), str(inside)], tmp_path)
-    rows = [row["text"] for batch in read_all_rows(open_sources(path), Data(), None) for row in batch]
+    rows = [row["text"] for batch in read_rows(open_sources(path), Data(), None) for row in batch]
     assert rows == ["z", "a"] and count_files(path) == 3, "each file once"
     assert fingerprint(path) != fingerprint([str(inside), str(last)]) != fingerprint([str(last), str(inside)])
     with pytest.raises(DataError, match=r"'.*gone' was not found"):
@@ -875,7 +873,7 @@ def test_a_file_that_vanishes_while_it_is_read(tmp_path: Path, name: str) -> Non
     [source] = open_sources(str(path))
     path.unlink()
     with pytest.raises(DataError, match=rf"{name}.* cannot be read"):
-        list(read_rows(source, Data(), None))
+        list(read_rows([source], Data(), None))
     with pytest.raises(DataError):
         rows_of(path)
 

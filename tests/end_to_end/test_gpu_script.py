@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -195,18 +196,19 @@ def test_verdicts(script: Any) -> None:
     assert checks.equal_events("what", two, [two[0], two[1] | {"loss": 1.1}], "").verdict == "WRONG"
     assert checks.equal_events("what", [], [], "").verdict == "WRONG"
     hang, wanted = "fsdptrain: the run hung after step 4: rank 0 is in corpus.batch", {"where": "rank 0 is in corpus"}
-    assert checks.judge_hang("what", 5, hang, 20.0, wanted).verdict == "ok"
-    assert checks.judge_hang("what", 1, hang, 20.0, wanted).verdict == "WRONG"
-    assert checks.judge_hang("what", 5, "fsdptrain: the run hung", 20.0, wanted).verdict == "WRONG"
+    assert checks.judged("what", 5, hang, wanted).verdict == "ok"
+    assert checks.judged("what", 1, hang, wanted).verdict == "WRONG"
+    assert checks.judged("what", 5, "fsdptrain: the run hung", wanted).verdict == "WRONG"
     memory = (
         "fsdptrain: restarting\nfsdptrain: rank 0 failed before the first step: out of memory in the forward\n"
         "forecast: 400 GiB of 79.1 GiB, the peak in the loss\n"
         "with these overrides it would fit:\n  train.loss=chunked  (…)\n"
     )
     assert checks.message_of(memory).startswith("fsdptrain: rank 0 failed before the first step: out of memory in the")
-    assert checks.judge_out_of_memory(5, memory).verdict == "ok"
-    assert checks.judge_out_of_memory(5, memory.replace("would fit", "need less")).verdict == "WRONG"
-    assert checks.judge_out_of_memory(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
+    judge = functools.partial(checks.judged, "what", wanted=checks.OUT_OF_MEMORY, codes=(3, 5))
+    assert judge(5, memory).verdict == "ok"
+    assert judge(5, memory.replace("would fit", "need less")).verdict == "WRONG"
+    assert judge(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
 
 
 def test_the_measured_fields_of_a_card_can_be_put_into_its_row(

@@ -338,6 +338,12 @@ def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
     assert adapters.cards == found.cards, "they do not depend on what the recipe trains"
     nodes_of_two = advice(pretrained_plan(tmp_path, nodes=2, ranks=2), ask, 750, count_cards=True)
     assert nodes_of_two.cards == found.cards | {"full": 10, "adamw_8bit": 6, "bfloat16 master weights": 6}
+    shared = advice(pretrained_plan(tmp_path, "parallel.context=4", ranks=8), ask, 750, count_cards=True)
+    assert shared.cards == found.cards | {"QLoRA": 4} and not shared.failed, "fewer cards cannot share rows"
+    wide = ("parallel.context=16", "parallel.context_over_nodes=true")
+    assert {*advice(pretrained_plan(tmp_path, *wide, nodes=2, ranks=8), ask, 750, count_cards=True).cards.values()} == {
+        16
+    }
     never = advice(plan, ForecasterOfKinds(activations=10_000), 750, count_cards=True)
     assert set(never.cards.values()) == {None} and "full more than 64 nodes, " in wrapped(
         render.cards_line(never, "h100-80gb"), 200

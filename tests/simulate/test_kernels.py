@@ -19,7 +19,7 @@ from fsdptrain.model import flash, varlen
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, varied
-from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
+from fsdptrain.simulate.kernels import CUDA_ATTENTION, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.simulate.server import Models, estimate
 from fsdptrain.simulate.simulation import simulate
@@ -65,7 +65,7 @@ def test_the_kernel_is_chosen_by_card_mask_dtype_and_version(monkeypatch: pytest
             assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == [chosen]
 
 
-@pytest.mark.parametrize("operator", [operator for operator in CUDA if "backward" not in operator.__name__])
+@pytest.mark.parametrize("operator", [operator for operator in CUDA_ATTENTION if "backward" not in operator.__name__])
 def test_only_a_causal_kernel_without_a_mask_skips_half(operator: Any) -> None:
     q, k, v = inputs(GROUPS)
     bias = {"attn_bias": torch.empty(1)}
@@ -77,7 +77,7 @@ def test_only_a_causal_kernel_without_a_mask_skips_half(operator: Any) -> None:
 
 
 def test_backward_has_a_sum_in_float32_and_a_gradient_for_each_head() -> None:
-    for operator in (operator for operator in CUDA if "backward" in operator.__name__):
+    for operator in (operator for operator in CUDA_ATTENTION if "backward" in operator.__name__):
         for groups, heads in ((HEADS, 0), (GROUPS, HEADS)):
             q, k, v = inputs(groups, length=200)
             expanded = 2 * ROWS * heads * 200 * SIZE * 2
