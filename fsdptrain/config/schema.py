@@ -163,7 +163,9 @@ class SourceKeys:
         needs={"data.format": _RENDERED},
         unset={},
     )
-    drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
+    drop_duplicates: bool = key(
+        False, "of rows that become the same tokens, keep the first, in the order of the sources"
+    )
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
 
 
