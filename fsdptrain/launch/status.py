@@ -129,11 +129,12 @@ class Observer:
 
     def _best(self) -> dict[str, Any] | None:
         """Return the evaluation with the lowest loss, and whether checkpoint.keep_best keeps its checkpoint."""
-        losses = self._run.losses()
+        source = self.plan.recipe.eval.best_of
+        losses = self._run.losses(source)
         if not (best := by_loss(losses)[:1]):
             return None
         kept = bool(self.plan.recipe.checkpoint.keep_best) and self._run.has("save", best[0])
-        return {"step": best[0], "loss": losses[best[0]], "kept": kept}
+        return {"step": best[0], "loss": losses[best[0]], "source": source, "kept": kept}
 
     def _skipped(self) -> list[str]:
         """Name the records that cannot be used."""
@@ -395,7 +396,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "step": _step_text(status),
         "stage": _stage_text(status),
         "eval": status["eval"] and _eval_text(**status["eval"]),
-        "best": status["best"] and f"{_loss_text(status['best'])}{', kept' * status['best']['kept']}",
+        "best": status["best"] and _best_text(**status["best"]),
         "saved": _checkpoint_text(status),
         "late": _late_text(status),
         "slow": _straggler_text(status),
@@ -410,8 +411,8 @@ def _eval_text(step: int, loss: float, losses: dict[str, float] | None = None) -
     return f"held-out loss {loss:.4f} at step {step:,}" + f" ({sources})" * bool(sources)
 
 
-def _loss_text(found: dict[str, Any]) -> str:
-    return f"{found['loss']:.4f} at step {found['step']:,}"
+def _best_text(step: int, loss: float, source: str | None, kept: bool) -> str:
+    return f"{loss:.4f}" + f" ({source})" * bool(source) + f" at step {step:,}" + ", kept" * kept
 
 
 def _ranks_text(status: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -120,9 +119,9 @@ def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         return
     first, last, trained_s = steps[0], steps[-1], run.totals["total_s"]
     yield "Training loss", f"{last['loss']:.4f}", f"from {first['loss']:.4f}"
-    if held_out := [record for record in run.of_kind("eval") if math.isfinite(record["loss"])]:
-        best = min(held_out, key=lambda record: record["loss"])
-        yield "Best held-out loss", f"{best['loss']:.4f}", f"at step {best['step']:,}"
+    if best := run.status["best"]:
+        of = f"of {best['source']} " if best["source"] else ""
+        yield "Best held-out loss", f"{best['loss']:.4f}", f"{of}at step {best['step']:,}"
     yield "Steps", f"{last['step']:,}", f"of {run.start['total_steps']:,}"
     cost = "of training"
     if run.start["device"] != "cpu":
