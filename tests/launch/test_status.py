@@ -223,13 +223,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_shows_the_curves_of_a_run_is_said(tmp_path: Path) -> None:
-    run = Written(tmp_path, log__trackers=["tensorboard", "mlflow"], log__tensorboard=None)
+    run = Written(tmp_path, log__tensorboard=True)
     run.start()
     assert run.status()["trackers"] == {} and "curves" not in run.shown()
     run.rundir.trackers.mkdir()
     TrackerState("a", ["tensorboard", "--logdir", "/my runs/tensorboard"]).write(run.rundir, "tensorboard")
-    TrackerState("b", ["https://host/#/runs/7"]).write(run.rundir, "mlflow")
-    assert "\ncurves tensorboard --logdir '/my runs/tensorboard'; 'https://host/#/runs/7'\n" in run.shown()
+    assert "\ncurves tensorboard --logdir '/my runs/tensorboard'\n" in run.shown()
 
 
 def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:
