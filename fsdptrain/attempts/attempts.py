@@ -46,6 +46,7 @@ WITHOUT_EFFECT = (
     "export.at_end",
     "export.compare",
     "eval.patience",
+    "eval.best_of",
     "world_size",
     "device",
     "version",
@@ -115,7 +116,7 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     if not step or not start:
         return EarlierAttempts(step, layout=plan.layout)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
-    losses = before.losses(until=step)
+    losses = before.losses(plan.recipe.eval.best_of, until=step)
     if wanted > step and not ends_early(losses, step, plan.recipe.eval.patience):
         return EarlierAttempts(step, layout=plan.layout)
     if wanted <= step < total:

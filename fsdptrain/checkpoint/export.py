@@ -295,7 +295,7 @@ def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callab
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(f"{rundir.storage} has no checkpoint of step {step}; steps: {steps}")
-    ranked = by_loss(read_losses(rundir.metrics), steps) if best else steps[::-1]
+    ranked = by_loss(read_losses(rundir.metrics, plan.recipe.eval.best_of), steps) if best else steps[::-1]
     if not ranked:
         raise CheckpointError(
             f"{rundir.storage} has no checkpoint of a step that was evaluated (data.eval, eval.every, "

@@ -242,7 +242,7 @@ class Checkpointer:
 
     def restore_losses(self) -> None:
         """Read the held-out losses of earlier attempts from the records, and which steps are saved; collective."""
-        read = partial(read_losses, self.rundir.metrics)
+        read = partial(read_losses, self.rundir.metrics, self.plan.recipe.eval.best_of)
         self.losses = self.from_rank_zero("read the held-out losses", read)
         self._saved = set(self.from_rank_zero("list the checkpoints", self.storage.steps))
 

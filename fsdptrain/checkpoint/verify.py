@@ -11,13 +11,14 @@ from typing import Any
 
 from fsdptrain.attempts.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
+from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable
 from fsdptrain.folder.events import read_losses
 from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
 from fsdptrain.folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
 from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
+from fsdptrain.plan.plan import open_plan
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
@@ -38,7 +39,10 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     """
     reject_external_symlinks(rundir)
     checkpoints = [_survey_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
-    losses = read_losses(rundir.metrics)
+    source = None
+    with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
+        source = open_plan(rundir.plan).recipe.eval.best_of
+    losses = read_losses(rundir.metrics, source)
     set_aside, left_over = rundir.storage.other_names()
     if rundir.url is not None:
         export = _survey_uploaded(RunStore(rundir))
@@ -52,6 +56,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
         "left_over": left_over,
         "resume": _resume_step(checkpoints),
         "best": next(iter(by_loss(losses, {each["step"] for each in checkpoints if not each["problems"]})), None),
+        "best_of": source,
         "export": export,
         "good": bool(checkpoints) and not any(part["problems"] for part in found),
     }
@@ -70,7 +75,8 @@ def show_survey(found: dict[str, Any], screen: Screen) -> None:
     for name in found["left_over"]:
         screen.say(f"{name}: left over from an interrupted save or removal; the next run removes it")
     if found["best"] is not None:
-        screen.say(f"the lowest held-out loss is that of step {found['best']}")
+        of = f" of {found['best_of']}" if found["best_of"] else ""
+        screen.say(f"the lowest held-out loss{of} is that of step {found['best']}")
     if found["resume"] is not None:
         screen.say(f"a resume continues from step {found['resume']}")
     elif (newest := _newest_undamaged(found["checkpoints"])) is None:

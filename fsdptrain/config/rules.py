@@ -35,6 +35,7 @@ SECTIONS_READ = {
     "fsdp.mixed_precision.param_dtype": ("model",),
     "parallel.context": ("data", "model"),
     "fsdp.activation_checkpointing": ("model",),
+    "eval.best_of": ("data",),
     "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
     "export.dtype": ("adapter",),
 }
@@ -54,6 +55,8 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
     if not recipe.data.sources or "path" in (recipe.data.eval or {}):
         yield from _preference_problems(recipe)
+    if recipe.eval.best_of is not None and recipe.data.eval:
+        yield from _best_of_problems(recipe)
     yield from _fsdp_problems(recipe)
     yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
@@ -299,6 +302,18 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
         common = [problem for problem in found if problem.field not in own]
         everywhere = common if everywhere is None else [each for each in everywhere if each in common]
     yield from everywhere or []
+
+
+def _best_of_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problem with `eval.best_of`, which is set, unless it is one of several sources with held-out rows."""
+    if any(item_messages("data.sources", recipe.data.sources)):
+        return  # another check refuses it
+    names = [source.name for source in sources_of(recipe.data)] if "fraction" in recipe.data.eval else []
+    if len(names) < 2:
+        yield Problem("has no effect: the held-out rows are of one source (data.eval): remove it", "eval.best_of")
+    elif recipe.eval.best_of not in names:
+        message = f"{value_text(recipe.eval.best_of)} is no source with held-out rows: use one of {', '.join(names)}"
+        yield Problem(message, "eval.best_of")
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:

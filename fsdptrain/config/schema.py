@@ -163,7 +163,9 @@ class SourceKeys:
         needs={"data.format": _RENDERED},
         unset={},
     )
-    drop_duplicates: bool = key(False, "of rows of a source that become the same tokens, keep the first")
+    drop_duplicates: bool = key(
+        False, "of rows that become the same tokens, keep the first, in the order of the sources"
+    )
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
 
 
@@ -504,6 +506,11 @@ class Eval:
         needs="eval.every",
         at_least=1,
     )
+    best_of: str | None = key(
+        None,
+        "the source whose held-out loss says which step is best, for patience, keep_best and export; null: that of all",
+        needs="eval.every",
+    )
     prompts: list[str] = key(
         [],
         "texts, with format chat messages of a user, that the model continues at each evaluation, choosing the most "
@@ -533,7 +540,8 @@ class Checkpoint:
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     keep_best: int | None = key(
         None,
-        "also keep this many checkpoints with the lowest held-out loss; an evaluation that is one of them is saved",
+        "also keep this many checkpoints with the lowest held-out loss (eval.best_of); an evaluation that is one of "
+        "them is saved",
         needs="eval.every",
         at_least=1,
     )

@@ -434,15 +434,18 @@ def prepare(
     """
     seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
 
-    def packed(data: Data, max_rows: int | None, fraction: float | None = None) -> list[Corpus]:
+    def packed(
+        data: Data, max_rows: int | None, fraction: float | None = None, earlier: Sequence[Corpus] = ()
+    ) -> list[Corpus]:
         rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
-        corpora = pack_rows(rows, data, seed, fraction, plan.layout)
+        corpora = pack_rows(rows, data, seed, fraction, plan.layout, earlier)
         return [dataclasses.replace(corpus, count_padding=count_padding) for corpus in corpora]
 
-    sources = []
+    sources: list[list[Corpus]] = []
     for each in plan.sources:
         with errors_of(each.name if plan.recipe.data.sources else None):
-            sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction")))
+            earlier = [train for train, *_ in sources]
+            sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction"), earlier))
     held_out = [corpus for _, *rest in sources for corpus in rest]
     if plan.eval_path is not None:
         held_out += packed(dataclasses.replace(plan.recipe.data, path=plan.eval_path), wanted.get("max_rows"))
@@ -500,6 +503,7 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     divided = {
         "split": f"split into pieces of at most {limit} (data.seq_len)",
         "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
+        "in_earlier_sources": "dropped: the same tokens as a row of an earlier source (data.drop_duplicates)",
     }
     found_lost, found_divided = (
         [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
@@ -513,22 +517,31 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
 
 
 def pack_rows(
-    rows: EncodedRows, data: Data, seed: int, fraction: float | None = None, layout: int = LAYOUT
+    rows: EncodedRows,
+    data: Data,
+    seed: int,
+    fraction: float | None = None,
+    layout: int = LAYOUT,
+    earlier: Sequence[EncodedRows] = (),
 ) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
 
-    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one are left out
-    before. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
-    then held out as a row of its own, so that none of its tokens is a label of the first part. Raises DataError when
-    either corpus would be empty.
+    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one, or one of the
+    `earlier` sources, are left out before. A text is divided only when whole rows give less than half of the tokens to
+    hold out. Its end is then held out as a row of its own, so that none of its tokens is a label of the first part.
+    Raises DataError when either corpus would be empty.
     """
     names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
         ends = rows.wholes
-        kept = first_of_equal_rows(rows) if data.drop_duplicates else np.arange(len(ends) - 1)
+        kept, counts = np.arange(len(ends) - 1), dict[str, int]()
+        if data.drop_duplicates:
+            kept, counts = first_of_equal_rows(rows, earlier)
+            if not len(kept):
+                raise DataError("data.drop_duplicates: all rows are in earlier sources, too: remove this one")
         starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
-        counts = {"duplicates": len(ends) - 1 - len(kept), "tokens": int((stops - starts).sum())}
+        counts["tokens"] = int((stops - starts).sum())
         if fraction is not None:
             lengths, part = stops - starts, np.arange(len(kept))
             if rows.conversations is not None:  # all rows of a conversation are on one side
@@ -556,13 +569,17 @@ def pack_rows(
         notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
-    key = [rows.name, rows.seq_len, data.packing, seed, fraction, layout, *["drop_duplicates"] * data.drop_duplicates]
+    key = [rows.name, rows.seq_len, data.packing, seed, fraction, layout]
+    if data.drop_duplicates:
+        key += ["drop_duplicates", *(each.name for each in earlier)]
     folder = cached_folder("packed", key, write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    # So that a run of a version that kept these rows is not resumed without them.
+    digest = _digest_of([rows.digest, "in_earlier_sources"]) if notes.get("in_earlier_sources") else rows.digest
     return [
         Corpus(
             **vars(rows)
-            | {"notes": notes}
+            | {"notes": notes, "digest": digest}
             | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
         )
         for name in names
@@ -597,14 +614,25 @@ def choose_held_out(
     return held, (long, missing) if divisible else None
 
 
-def first_of_equal_rows(rows: EncodedRows) -> Ints:
-    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained."""
+def first_of_equal_rows(rows: EncodedRows, earlier: Sequence[EncodedRows]) -> tuple[Ints, dict[str, int]]:
+    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained.
+
+    Also how many others there are: those that equal one of their own source, and those of `earlier` sources alone.
+    """
+    digests = _digests(rows)
+    first = np.sort(np.unique(digests, return_index=True)[1])
+    known = np.isin(digests[first], np.concatenate([digests[:0], *map(_digests, earlier)]))
+    return first[~known], {"duplicates": len(digests) - len(first), "in_earlier_sources": int(known.sum())}
+
+
+def _digests(rows: EncodedRows) -> np.ndarray[Any, Any]:
+    """Return a digest of each row."""
     digests = bytearray()
     for start, stop in itertools.pairwise(rows.ends.tolist()):
         digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
         digest.update(rows.trained[start:stop].tobytes())
         digests += digest.digest()
-    return np.sort(np.unique(np.frombuffer(digests, "S16"), return_index=True)[1])
+    return np.frombuffer(digests, "S16")
 
 
 def open_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,12 +120,25 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
         findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
-    data = findings.levels.get("data", {})
-    if plan.recipe.train.objective == "dpo" and "sequences" in data:
-        batches = (data["sequences"] + data["eval_sequences"]) / plan.recipe.train.global_batch_size
-        reference_s = batches * forecast.step_s / 3  # a forward pass: backward takes twice as long
-        findings.add_lines("Time", f"before step 1, the reference reads all pairs: about {duration(reference_s)}")
+    if "sequences" in (data := findings.levels.get("data", {})):
+        findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
     findings.forecast = verdict(findings.step, plan)
+
+
+def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how long that takes which is in no step; `data` has the numbers of sequences and steps."""
+    train, wanted = plan.recipe.train, plan.recipe.eval
+    forward_s = step_s / 3  # of a global batch: backward takes twice as long
+    held_out_s = data["eval_sequences"] / train.global_batch_size * forward_s
+    if train.objective == "dpo":
+        reference_s = data["sequences"] / train.global_batch_size * forward_s + held_out_s
+        yield f"before step 1, the reference reads all pairs: about {duration(reference_s)}"
+    if data["eval_sequences"]:
+        often = 1 + -(-data["steps"] // (wanted.every or data["steps"]))
+        micro_batches = -(-len(wanted.prompts) // train.micro_batch_size)  # every rank computes all of them
+        prompts_s = wanted.max_new_tokens * micro_batches * forward_s / plan.accumulation
+        prompts = f", and up to {duration(prompts_s)} more for eval.prompts" if wanted.prompts else ""
+        yield f"beside the steps, {often:,} evaluations: about {duration(held_out_s)} each{prompts}"
 
 
 def advise(

@@ -107,9 +107,9 @@ def cut_partial_lines(rundir: RunDir) -> None:
             os.truncate(path, complete)
 
 
-def read_losses(metrics: Path) -> dict[int, float]:
-    """Return the held-out losses in `metrics.jsonl` that can be compared, by step."""
-    return RunState.of(Tail(metrics, from_end=False).read()).losses()
+def read_losses(metrics: Path, source: str | None) -> dict[int, float]:
+    """Return the held-out losses in `metrics.jsonl` that can be compared, of a source or of all, by step."""
+    return RunState.of(Tail(metrics, from_end=False).read()).losses(source)
 
 
 def read_history(metrics: Path | str) -> list[Record]:

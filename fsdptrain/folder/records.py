@@ -152,9 +152,9 @@ EVENTS = {
         trains=True,
     ),
     "early_stop": EventKind(
-        "the run ends after `step`: no loss of the last `evaluations` was below that of step `best` (`eval.patience`)",
+        "the run ends after `step`: no loss of the last `evaluations` was below step `best`'s (`eval.patience`)",
         {"step": COUNT, "evaluations": COUNT},
-        {"best": COUNT},
+        {"best": COUNT, "source": TEXT},
         trains=True,
     ),
     "stop": EventKind("the run was stopped by a signal after `step`", {"step": COUNT, "signal": TEXT}),
@@ -467,18 +467,20 @@ class RunState:
     def hosts(self, world_size: int | None = None) -> list[str]:
         """Return the host names of all ranks of the newest attempt that has reported them, if they are on several.
 
-        None if it had not `world_size` ranks: then it was an earlier attempt.
+        The list is empty if that attempt had not `world_size` ranks: it was an earlier one.
         """
         hosts: list[str] = self.newest.get("start", {}).get("hosts", [])
         return hosts if world_size in (None, len(hosts)) else []
 
-    def losses(self, until: float = math.inf, name: str = "loss") -> dict[int, float]:
-        """Return the held-out losses that can be compared, by step, up to the step `until`.
+    def losses(self, source: str | None = None, until: float = math.inf) -> dict[int, float]:
+        """Return the held-out losses that can be compared, of a source or of all, by step up to `until`.
 
-        Those of the first weights do not count, nor those of other held-out data than the newest.
+        Those of the first weights do not count, nor those of other held-out data than the newest, nor those from before
+        a resume gave the source this name.
         """
+        evaluated = {each["step"]: {None: each["loss"], **each.get("losses", {})} for each in self._kept["eval"]}
         first = self._not_compared
-        return {each["step"]: float(each[name]) for each in self._kept["eval"] if first < each["step"] <= until}
+        return {step: float(of[source]) for step, of in evaluated.items() if first < step <= until and source in of}
 
     def has(self, kind: str, step: int) -> bool:
         """Return whether an event of this kind and step, which a resume can undo, is not undone; `step` apart."""
@@ -506,8 +508,9 @@ def evaluations_since_best(losses: Mapping[int, float]) -> int:
 
 def without_better(early_stop: Record) -> str:
     """Return why a run ended before its last step."""
+    of = f" of {early_stop['source']}" if "source" in early_stop else ""
     since = f" than that of step {early_stop['best']:,}" if "best" in early_stop else ""
-    return f"no lower held-out loss{since} in {counted(early_stop['evaluations'], 'evaluation')}"
+    return f"no lower held-out loss{of}{since} in {counted(early_stop['evaluations'], 'evaluation')}"
 
 
 def ends_early(losses: Mapping[int, float], step: int, patience: int | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import statistics
 import time
@@ -31,6 +32,7 @@ from fsdptrain.processes import STOP_SIGNAL, Interrupted
 from fsdptrain.terminal.liveline import LiveLine, Part
 from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
+from fsdptrain.trackers.follower import TrackerState
 
 REFRESH_S = 1.0
 LOCKS = Path("/proc/locks")  # every lock on this machine that this process may see
@@ -44,7 +46,8 @@ UNKNOWN: dict[str, Any] = {
     "source": None, "host": None, "hosts": [], "attempts": 0, "last_record_age_s": None, "late": False,
     "silent_ranks": [], "stage": None, "step": 0, "total_steps": None, "loss": None, "lr": None, "grad_norm": None,
     "step_s": None, "positions_per_s": None, "mfu": None, "eta_s": None, "eval": None, "best": None,
-    "checkpoint": None, "unsaved_steps": 0, "straggler": None, "hung_ranks": [], "export": None, "skipped": [],
+    "checkpoint": None, "unsaved_steps": 0, "straggler": None, "hung_ranks": [], "export": None, "trackers": {},
+    "skipped": [],
 }  # fmt: skip
 
 ENDED = ("finished", "stopped", "failed", "killed")
@@ -124,16 +127,18 @@ class Observer:
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
             "export": self._export_place(),
+            "trackers": self._trackers(),
             "skipped": self._skipped(),
         }
 
     def _best(self) -> dict[str, Any] | None:
         """Return the evaluation with the lowest loss, and whether checkpoint.keep_best keeps its checkpoint."""
-        losses = self._run.losses()
+        source = self.plan.recipe.eval.best_of
+        losses = self._run.losses(source)
         if not (best := by_loss(losses)[:1]):
             return None
         kept = bool(self.plan.recipe.checkpoint.keep_best) and self._run.has("save", best[0])
-        return {"step": best[0], "loss": losses[best[0]], "kept": kept}
+        return {"step": best[0], "loss": losses[best[0]], "source": source, "kept": kept}
 
     def _skipped(self) -> list[str]:
         """Name the records that cannot be used."""
@@ -260,6 +265,11 @@ class Observer:
     def _export_place(self) -> str | None:
         path = self._last.get("export", {}).get("path")
         return str(self._store.root / EXPORT) if path and self._store else path
+
+    def _trackers(self) -> dict[str, list[str]]:
+        """Return the URL, or the words of the command, that shows the run in each tracker that has begun it."""
+        states = {name: TrackerState.read(self.rundir, name) for name in self.plan.recipe.log.chosen_trackers}
+        return {name: state.shown_by for name, state in states.items() if state.shown_by}
 
     def _restart_text(self) -> str:
         """Return that the workers were lost and have not begun to train again, if it is so."""
@@ -391,11 +401,12 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         "step": _step_text(status),
         "stage": _stage_text(status),
         "eval": status["eval"] and _eval_text(**status["eval"]),
-        "best": status["best"] and f"{_loss_text(status['best'])}{', kept' * status['best']['kept']}",
+        "best": status["best"] and _best_text(**status["best"]),
         "saved": _checkpoint_text(status),
         "late": _late_text(status),
         "slow": _straggler_text(status),
         "export": status["export"],
+        "curves": "; ".join(map(shlex.join, status["trackers"].values())),
         "note": "; ".join(status["skipped"]),
     }
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
@@ -406,8 +417,8 @@ def _eval_text(step: int, loss: float, losses: dict[str, float] | None = None) -
     return f"held-out loss {loss:.4f} at step {step:,}" + f" ({sources})" * bool(sources)
 
 
-def _loss_text(found: dict[str, Any]) -> str:
-    return f"{found['loss']:.4f} at step {found['step']:,}"
+def _best_text(step: int, loss: float, source: str | None, kept: bool) -> str:
+    return f"{loss:.4f}" + f" ({source})" * bool(source) + f" at step {step:,}" + ", kept" * kept
 
 
 def _ranks_text(status: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from rich.console import Console
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.folder.files import shipped, write_atomically
-from fsdptrain.folder.records import EVENTS, Record, shares_of
+from fsdptrain.folder.records import EVENTS, Record, RunState, by_loss, shares_of
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
@@ -120,9 +119,10 @@ def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         return
     first, last, trained_s = steps[0], steps[-1], run.totals["total_s"]
     yield "Training loss", f"{last['loss']:.4f}", f"from {first['loss']:.4f}"
-    if held_out := [record for record in run.of_kind("eval") if math.isfinite(record["loss"])]:
-        best = min(held_out, key=lambda record: record["loss"])
-        yield "Best held-out loss", f"{best['loss']:.4f}", f"at step {best['step']:,}"
+    losses = RunState.of(run.kept).losses(source := run.recipe.get("eval.best_of"))
+    if best := by_loss(losses)[:1]:
+        of = f"of {source} " if source else ""
+        yield "Best held-out loss", f"{losses[best[0]]:.4f}", f"{of}at step {best[0]:,}"
     yield "Steps", f"{last['step']:,}", f"of {run.start['total_steps']:,}"
     cost = "of training"
     if run.start["device"] != "cpu":

@@ -406,23 +406,25 @@ class Trainer:
         def mean(values: Iterable[float]) -> float:
             return sum(share * value for share, value in zip(shares, values, strict=True))
 
-        loss, losses = mean(of_sets), {}
+        loss, names = mean(of_sets), [source.name for source in self.plan.sources]
+        losses = dict(zip(names, of_sets, strict=True)) if len(results) > 1 else {}
         fields = {name: mean(each[name] for each in measures) for name in measures[0]}
-        if len(results) > 1:
-            names = (source.name for source in self.plan.sources)
-            losses = {"losses": dict(zip(names, of_sets, strict=True))}
         fields = fields or {"perplexity": math.exp(min(loss, 700.0))}
-        self.reporter.event("eval", step=done, loss=loss, tokens=sum(tokens), **fields, **losses)
+        self.reporter.event(
+            "eval", step=done, loss=loss, tokens=sum(tokens), **fields, **({"losses": losses} if losses else {})
+        )
         if done:
-            self.checkpointer.losses[done] = loss  # the same on all ranks
+            best_of = self.plan.recipe.eval.best_of
+            self.checkpointer.losses[done] = losses[best_of] if best_of else loss  # the same on all ranks
 
     def ends_early(self, done: int) -> bool:
         """Return whether `eval.patience` ends the run after `done` steps, and report that."""
-        losses = self.checkpointer.losses
-        if not ends_early(losses, done, self.plan.recipe.eval.patience):
+        losses, settings = self.checkpointer.losses, self.plan.recipe.eval
+        if not ends_early(losses, done, settings.patience):
             return False
-        best = {"best": by_loss(losses)[0]} if by_loss(losses) else {}
-        self.reporter.event("early_stop", step=done, evaluations=evaluations_since_best(losses), **best)
+        fields: dict[str, Any] = {"best": by_loss(losses)[0]} if by_loss(losses) else {}
+        fields |= {"source": settings.best_of} if settings.best_of else {}
+        self.reporter.event("early_stop", step=done, evaluations=evaluations_since_best(losses), **fields)
         return True
 
     def compare_copies(self, done: int) -> None:

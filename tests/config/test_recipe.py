@@ -109,7 +109,7 @@ train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, objective: next_token,
    dpo: {beta: 0.1, label_smoothing: 0.0, sft_weight: 0.0}, loss: chunked, compile: auto,
    float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
-eval:     {every: null, patience: null, prompts: [], max_new_tokens: 64}
+eval:     {every: null, patience: null, best_of: null, prompts: [], max_new_tokens: 64}
 checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
 log:

@@ -593,6 +593,37 @@ def test_of_equal_rows_the_first_is_kept(bpe: Any, tmp_path: Path) -> None:
     )
 
 
+def test_a_row_of_several_sources_is_kept_in_the_first(bpe: Any, tmp_path: Path) -> None:
+    """The first of the recipe; a source that does not drop duplicates keeps all of its own."""
+    texts = {"a": ["one", "two", "two", "five"], "b": ["three", "two", "three", "one"], "c": ["one", "four"]}
+    a, b, c = (
+        {"path": str(jsonl(tmp_path / f"{name}.jsonl", *({"text": text} for text in rows)))}
+        for name, rows in texts.items()
+    )
+
+    def prepared(*sources: dict[str, Any], **changes: Any) -> tuple[Plan, Any, list[list[str]]]:
+        plan = a_plan(tmp_path, data__path=None, data__sources=[*sources], data__packing="none", **changes)
+        corpus = prepare(plan, bpe, quiet)[0].corpus
+        return plan, corpus, [[bpe.decode(ids).removesuffix(EOS) for ids in inputs(part)] for part in corpus.parts]
+
+    drop: dict[str, Any] = {"data__drop_duplicates": True}
+    plan, corpus, rows = prepared(a, b, c, **drop)
+    assert rows == [["one", "two", "five"], ["three"], ["four"]]
+    same = "dropped: the same tokens as"
+    assert row_notes(plan, corpus, corpus)[1] == [
+        f"a: 1 of 4 rows (25%) {same} an earlier row (data.drop_duplicates)",
+        f"b: 1 of 4 rows (25%) {same} an earlier row (data.drop_duplicates)",
+        f"b: 2 of 4 rows (50%) {same} a row of an earlier source (data.drop_duplicates)",
+        f"c: 1 of 2 rows (50%) {same} a row of an earlier source (data.drop_duplicates)",
+    ]
+    assert prepared(c, b | {"drop_duplicates": False}, a, **drop)[2] == [texts["c"], texts["b"], ["five"]]
+    with pytest.raises(DataError, match=r"all rows are in earlier sources, too: remove this one \(source c\)"):
+        prepared(a | {"path": [a["path"], b["path"], c["path"]], "name": "all"}, c, **drop)
+    # A run of a version that kept them in each source is not resumed with other rows.
+    digests = [[part.digest for part in each.parts] for each in (prepared(a, b, c)[1], corpus)]
+    assert [before == now for before, now in zip(*digests, strict=True)] == [True, False, False]
+
+
 def test_no_copy_of_a_trained_row_is_held_out(bpe: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", *({"text": f"row {i % 50}"} for i in range(500)))
     changes = {"data__path": str(path), "data__eval": {"fraction": 0.2}, "data__packing": "none"}

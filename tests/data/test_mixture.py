@@ -33,6 +33,7 @@ MATHS: dict[str, Any] = {
     "path": "maths.jsonl", "format": "prompt_completion", "separator": "\n",
     "columns": {"prompt": "question", "completion": "answer"},
 }  # fmt: skip
+HELD_OUT: dict[str, Any] = {"data__eval": {"fraction": 0.1}, "eval__every": 1}
 
 
 def a_recipe(tmp: Path, *sources: dict[str, Any], **changes: Any) -> Path:
@@ -139,9 +140,17 @@ def test_other_weights_and_names_need_no_new_tokens(tmp_path: Path, monkeypatch:
         ([{"path": "verse.jsonl"}], {"data__separator": ":"}, "data.separator: has no effect with data.format: text"),
         ([{"path": "verse.jsonl", "revision": "main"}], {}, "verse: revision has no effect: not a Hub data set"),
         ([{"path": "verse.jsonl"}], {"data__path": "verse.jsonl"}, "data.path: has no effect beside data.sources"),
+        (
+            [{"path": "verse.jsonl"}, MATHS], {**HELD_OUT, "eval__best_of": "mathss"},
+            "eval.best_of: 'mathss' is no source with held-out rows: use one of verse, maths",
+        ),
+        (
+            [{"path": "verse.jsonl"}], {**HELD_OUT, "eval__best_of": "verse"},
+            "eval.best_of: has no effect: the held-out rows are of one source",
+        ),
         (["verse.jsonl"], {}, "data.sources: ['verse.jsonl'] is not a list of mappings such as {path: …}"),
     ],
-)
+)  # fmt: skip
 def test_a_mixture_that_cannot_be_read_is_refused(
     tmp_path: Path, sources: list[Any], changes: dict[str, Any], message: str
 ) -> None:

@@ -26,6 +26,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.dryrun import machine
+from fsdptrain.dryrun.costs import times_beside_steps
 from fsdptrain.dryrun.data import describe_lengths, kept_by_seq_len
 from fsdptrain.dryrun.dry_run import dry_run
 from fsdptrain.dryrun.findings import Findings
@@ -335,6 +336,25 @@ def test_a_template_that_drops_thoughts_of_earlier_turns_is_said(turns: str, row
     assert noted == (turns == "all") and not found.problems
     assert found.levels["data"]["template"] == "the recipe's" and found.levels["data"]["rows"] == rows
     assert ("80 rows of 40 conversations, " in output) == (turns == "split")
+
+
+def test_evaluations_and_prompts_take_time_beside_the_steps(tmp_path: Path) -> None:
+    """A step of 30 s is 4 micro-batches on each of 2 ranks, and a third of it is the forward pass."""
+    recipe = write_recipe(
+        tmp_path, data__eval={"fraction": 0.1}, eval__every=4, eval__max_new_tokens=20, eval__prompts=["a", "b", "c"]
+    )
+    plan, data = draft(recipe)[0], {"sequences": 160, "eval_sequences": 16, "steps": 10}
+    assert [*times_beside_steps(30, varied(plan, {"eval.prompts": []}), data)] == [
+        "beside the steps, 4 evaluations: about 0:20 each"
+    ]
+    (line,) = times_beside_steps(30, plan, data)  # 3 micro-batches of 1 sequence for each of 20 tokens
+    assert line == "beside the steps, 4 evaluations: about 0:20 each, and up to 2:30 more for eval.prompts"
+    preferences = varied(plan, {"train.objective": "dpo", "eval.every": None, "eval.prompts": []})
+    assert [*times_beside_steps(30, preferences, data)] == [
+        "before step 1, the reference reads all pairs: about 3:40",
+        "beside the steps, 2 evaluations: about 0:20 each",
+    ]
+    assert [*times_beside_steps(30, plan, data | {"eval_sequences": 0})] == []
 
 
 def test_the_data_level_says_how_mixed_a_sequence_is(tmp_path: Path) -> None:

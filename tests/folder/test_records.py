@@ -135,6 +135,16 @@ def test_losses_of_other_held_out_data_are_not_compared() -> None:
     assert [*state.losses()] == [3] and by_loss(state.losses()) == []
 
 
+def test_the_losses_of_a_source_are_those_under_its_name() -> None:
+    names = ["old", "web", "web"]
+    state = RunState.of(
+        record("eval", step=step, loss=1.0, losses={name: nan if step == 3 else 9.0 - step, "code": 2.0})
+        for step, name in enumerate(names, 1)
+    )
+    assert state.losses("code") == {1: 2, 2: 2, 3: 2} and [*state.losses("web")] == [2, 3]
+    assert by_loss(state.losses("web")) == [2] and by_loss(state.losses("code", until=1)) == [1]
+
+
 def test_the_best_is_the_first_with_the_lowest_finite_loss() -> None:
     losses = {2: nan, 4: 3.0, 6: inf, 8: 1.0, 10: 1.0, 12: -inf}
     assert by_loss(losses) == [8, 10, 4] and by_loss(losses, {4, 6, 10}) == [10, 4]

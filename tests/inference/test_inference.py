@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pseudo_terminal import Terminal
-from support import TINY
+from support import TINY, write_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
@@ -22,6 +24,8 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.inference.dialogue import Dialogue, Sampling
 from fsdptrain.inference.opened import OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.screen import Screen
 
 TEXTS = ["To be, or not to be, that is the question. " * 8, "KING: who is there?", "Nay, answer me: stand."]
@@ -104,6 +108,24 @@ def test_what_cannot_be_read_is_refused_with_the_options(model: OpenedModel, tmp
     assert score_files(model, [path], ReadAs(columns={"text": "a"}), QUIET)["files"][0]["rows"] == 1
     with pytest.raises(DataError, match=r"^--data: 'none.txt' was not found"):
         score_files(model, ["none.txt"], ReadAs(), QUIET)
+
+
+def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp_path: Path) -> None:
+    """Of a folder of unknown origin, and of a run that learned from preferences."""
+    pairs = [{"prompt": "KING:", "chosen": " who is there?", "rejected": " stand."}] * 3
+    path = write_rows(tmp_path / "pairs.jsonl", pairs)
+    chosen = write_rows(
+        tmp_path / "chosen.jsonl", [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+    )
+    recipe = write_recipe(tmp_path, data__path=path, data__format="preference", train__objective="dpo")
+    of_run = dataclasses.replace(model, plan=make_plan(load(recipe), Topology("cpu", 1, 1)))
+    way_out = "--format prompt_completion --column completion=chosen"
+    for opened in (model, of_run):
+        for read_as in (ReadAs(), ReadAs("preference")):
+            with pytest.raises(RecipeError, match=rf"two answers in a row: say which is read, such as {way_out}$"):
+                score_files(opened, [path], read_as, QUIET)
+        found = score_files(opened, [path], ReadAs("prompt_completion", {"completion": "chosen"}), QUIET)
+        assert found["all"] == score_files(model, [chosen], ReadAs(), QUIET)["all"]
 
 
 def test_answers_are_those_of_generate(model: OpenedModel, capsys: pytest.CaptureFixture[str]) -> None:

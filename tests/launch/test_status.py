@@ -25,6 +25,7 @@ from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, sho
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
+from fsdptrain.trackers.follower import TrackerState
 
 HERE = socket.gethostname()
 STEP = {
@@ -219,6 +220,15 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"version": 0}')
     with pytest.raises(RecipeError, match=r"plan.json is not a plan of this version"):
         observe(RunDir(tmp_path))
+
+
+def test_what_shows_the_curves_of_a_run_is_said(tmp_path: Path) -> None:
+    run = Written(tmp_path, log__tensorboard=True)
+    run.start()
+    assert run.status()["trackers"] == {} and "curves" not in run.shown()
+    run.rundir.trackers.mkdir()
+    TrackerState("a", ["tensorboard", "--logdir", "/my runs/tensorboard"]).write(run.rundir, "tensorboard")
+    assert "\ncurves tensorboard --logdir '/my runs/tensorboard'\n" in run.shown()
 
 
 def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from support import TINY, events, fsdptrain, on_ranks, write_recipe
 
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import observe, status_lines
 
@@ -38,6 +40,61 @@ def test_the_best_are_kept_and_exported_however_often_the_run_is_resumed(tmp_pat
     ]  # fmt: skip
     rundir = RunDir(tmp_path / "run")
     assert survey(rundir)["best"] == 20
+
+
+def two_sources(tmp: Path, **changes: Any) -> Path:
+    """Write a recipe of two sources with held-out rows, of which hardly more than the first is trained."""
+    for name, words in (("loud", "tick tock bang"), ("quiet", "still waters run")):
+        rows = [json.dumps({"text": f"{words} " * (10 + number % 7)}) for number in range(100)]
+        (tmp / f"{name}.jsonl").write_text("\n".join(rows))
+    sources = [{"path": "loud.jsonl", "weight": 1000}, {"path": "quiet.jsonl", "weight": 1}]
+    return write_recipe(tmp, **EVALUATED, data__path=None, data__sources=sources, **changes)
+
+
+def test_the_loss_of_a_source_may_say_which_step_is_best(tmp_path: Path) -> None:
+    recipe = two_sources(
+        tmp_path, eval__every=2, eval__patience=3, eval__best_of="quiet", checkpoint__every=5, train__steps=30
+    )
+    of_all = ["eval.best_of=null", "eval.patience=9"]
+    attempts = [
+        # Steps 0, 2, 4, 6: the loss of loud and that of quiet; the save of the last is killed.
+        ([], [9, 0.1, 1, 5, 7, 3, 1, 0.2], 6),
+        # Steps 6, …, 10: quiet was best at step 4, and nothing that loud does delays the end.
+        ([], [5, 4, 2, 8, 1, 9], 0),
+        # Steps 12, 14: by the loss of all, step 12 is the best.
+        ([*of_all, "train.steps=14"], [1, 2, 9, 1], 0),
+        # Steps 16, …, 20: by that of quiet, step 14 is.
+        (["train.steps=30"], [0, 2, 0, 2, 0, 2], 0),
+    ]
+    found = on_ranks(2, "with_losses", tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
+    early = [10, 4]
+    assert found[0] == found[1] == [
+        [[4, 5], None, []], [[4, 10], 4, [early]], [[12, 14], 12, [early]], [[14, 20], 14, [early, [20, 14]]],
+    ]  # fmt: skip
+
+
+def test_a_run_ends_when_one_source_gets_worse_and_goes_on_by_all(tmp_path: Path) -> None:
+    """What is trained on loud is lost on quiet, so their losses order the steps the other way round."""
+    recipe = two_sources(
+        tmp_path, eval__every=1, eval__patience=2, eval__best_of="quiet", checkpoint__every=None, train__steps=6,
+        optim__lr=0.01, schedule__name="constant", schedule__warmup=0,
+    )  # fmt: skip
+    done = fsdptrain("run", recipe)
+    run, said = tmp_path / "run", done.stdout
+    losses = {event["step"]: event["losses"] for event in events(run, "eval")}
+    assert done.returncode == 0 and [*losses] == [0, 1, 2, 3], said + done.stderr
+    quiet, loud = ([losses[step][name] for step in (1, 2, 3)] for name in ("quiet", "loud"))
+    assert quiet[0] == min(quiet) and loud[2] == min(loud)
+    assert "no lower held-out loss of quiet than that of step 1 in 2 evaluations: the run ends after step 3" in said
+    rundir = RunDir.open(run)
+    assert rundir.checkpoint_steps() == [1, 3] and read_export_record(rundir).step == 1
+    assert f"best   {losses[1]['quiet']:.4f} (quiet) at step 1, kept" in status_lines(observe(rundir).status())
+    assert "the lowest held-out loss of quiet is that of step 1\n" in fsdptrain("verify", run).stdout
+    again = fsdptrain("export", run, "--best", "--out", tmp_path / "again")
+    weights = [folder / "model.safetensors" for folder in (run / "export", tmp_path / "again")]
+    assert again.returncode == 0 and weights[0].read_bytes() == weights[1].read_bytes(), again.stdout + again.stderr
+    assert fsdptrain("run", recipe, "eval.best_of=null", "train.steps=5").returncode == 0
+    assert rundir.checkpoint_steps() == [5] and read_export_record(rundir).step == 5
 
 
 def test_a_run_that_ends_early_is_finished_and_its_best_weights_are_exported(tmp_path: Path) -> None:
