@@ -34,22 +34,21 @@ WORK = ROOT / "build" / "pictures"
 def terminal(picture: Path) -> None:
     """Replay a finished run on a recorded terminal, with its live line as it was halfway."""
     run = RunDir(Path(fsdptrain.run("shakespeare")).absolute())
-    # As in a clone of the repository: no other folder is in the picture.
-    plan, metrics = (
-        file.read_text().replace(f"{WORK}/", "").replace(f"{ROOT}/", "") for file in (run.plan, run.metrics)
-    )
     console = Console(record=True, file=io.StringIO(), width=96, force_terminal=True, highlight=False, soft_wrap=True)
-    screen, events = Screen(console), [json.loads(line) for line in metrics.splitlines()]
+    # As in a clone of the repository: no other folder is in the picture.
+    screen, metrics = Screen(console), run.metrics.read_text().replace(f"{run.root.parent.parent}/", "")
+    events = [json.loads(line) for line in metrics.splitlines()]
     steps = [event["step"] for event in events if event["event"] == "step"]
     screen.say("$ fsdptrain run shakespeare")
     with tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):  # the heading calls the run new
-        screen.say(heading(Plan.from_json(plan), RunDir(Path.cwd() / "runs" / "shakespeare"), EarlierAttempts()))
+        new = RunDir(Path.cwd() / "runs" / "shakespeare")
+        screen.say(heading(Plan.from_json(run.plan.read_text()), new, EarlierAttempts()).replace(f"{ROOT}/", ""))
     for event in events:
         screen.show(event)
         if event["event"] == "step" and event["step"] == steps[len(steps) // 2]:
             console.print(screen._line, soft_wrap=False)
     screen.summary(events[-1]["at"] - events[0]["at"])
-    picture.write_text(console.export_svg(title="fsdptrain"))
+    picture.write_text(console.export_svg(title="fsdptrain"), encoding="utf-8")
 
 
 def report(picture: Path) -> None:

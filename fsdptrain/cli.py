@@ -332,8 +332,6 @@ def validate(
             check_plot_path(plot)
         options = {"plot": str(plot) if plot else None, "price": price, "advise": advise, "build": not no_build}
         request = make_request(written, hardware, trust_remote_code, **options)
-        if price is not None and request.plan.topology.device == "cpu":
-            raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there

@@ -39,6 +39,12 @@ def test_what_a_command_refuses_is_raised(tmp_path: Path) -> None:
     for call in (fsdptrain.load_recipe, fsdptrain.validate, fsdptrain.run):
         with pytest.raises(RecipeError, match=r"optim\.lrr: unknown key; did you mean `optim\.lr`"):
             call(recipe, ["optim.lrr=1"])
+        with pytest.raises(RecipeError, match=r"a list, here \['train\.steps=2'\]"):
+            call(recipe, "train.steps=2")
+    with pytest.raises(RecipeError, match="this plan has no GPUs"):
+        fsdptrain.validate(recipe, price=2.5)
+    with pytest.raises(RecipeError, match="-1 is negative"):
+        fsdptrain.validate(recipe, hardware="8xh100", price=-1)
     with pytest.raises(DataError, match=r"nothing\.jsonl"):
         fsdptrain.run(recipe, [f"data.path={tmp_path / 'nothing.jsonl'}"])
     with pytest.raises(RecipeError, match="is not a run folder"):
