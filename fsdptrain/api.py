@@ -3,7 +3,7 @@
     import fsdptrain
 
     outcome = fsdptrain.validate("recipe.yaml", ["train.steps=100"], hardware="8xh100-80gb")
-    print(outcome.verdict, outcome.report["forecast"])
+    print(outcome.verdict, outcome.report["step_s"])
     folder = fsdptrain.run("recipe.yaml", ["train.steps=100"])
     losses = [event["loss"] for event in fsdptrain.read_history(folder) if event["event"] == "step"]
     model = fsdptrain.export(folder, out="model")

@@ -59,6 +59,7 @@ SMALL = "memory=8e9,flops=1e14,intra_bw=1e11,inter_bw=1e10"
 def test_a_dry_run_that_does_not_fit_is_an_outcome() -> None:
     outcome = fsdptrain.validate("llama3.1-8b-full-shard-8xh100", ["model.config.num_hidden_layers=2"], hardware=SMALL)
     assert outcome.exit_code == 3 and outcome.problems and outcome.report["problems"]
+    assert outcome.report["step_s"] > 0 and 'report["step_s"]' in (api.__doc__ or "")  # the name that it shows
 
 
 def test_importing_the_package_imports_no_function() -> None:
