@@ -330,8 +330,8 @@ def validate(
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
-        options = {"plot": str(plot) if plot else None, "price": price, "advise": advise, "build": not no_build}
-        request = make_request(written, hardware, trust_remote_code, **options)
+        options: dict[str, Any] = {"plot": str(plot) if plot else None, "advise": advise, "build": not no_build}
+        request = make_request(written, hardware, trust_remote_code, price, **options)
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there

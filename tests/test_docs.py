@@ -115,7 +115,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 def phrases(picture: Path) -> set[str]:
-    """Return what a picture of a terminal says, without its numbers; a memory may be that of two ranks, or lack room."""
+    """Return what a picture of a terminal says, without its numbers and without memory, which may lack room."""
     lines = re.findall(r">([^<>]+)</text>", picture.read_text())
     words = (re.sub(r"[\d.]+ (?:to [\d.]+ )?GiB.*", "GiB", line.replace("&#160;", " ")) for line in lines)
     return {re.sub(r"[\d.,:/e-]+|[━╸╺ ]+", " ", line).strip() for line in words} - {"GiB"}
