@@ -1,6 +1,6 @@
 """Calibrate the forecast of time on published runs: fit on some, check on the others, print the errors.
 
-    python benchmarks/calibrate.py [--traces FOLDER]
+    python benchmarks/calibrate.py [--traces FOLDER] [--plot FILE.png]    # docs/picture.py draws docs/calibration.png
 
 `published_runs.csv` holds all 209 runs in bf16 of llm-foundry's tables (MPT models, FSDP, 2023; Apache-2.0, MosaicML):
 160 that are fitted, and 49 that are held out and never were. Each is written as a recipe of a GPT-2 of the same shape:
@@ -44,7 +44,7 @@ from fsdptrain.config.schema import Fsdp
 from fsdptrain.forecast.timing import recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
 from fsdptrain.parallel import shard
-from fsdptrain.plan.hardware import KNOWN, Hardware
+from fsdptrain.plan.hardware import CALIBRATED, KNOWN, SPREADS, Hardware
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate.simulation import simulate
@@ -352,10 +352,37 @@ CLASSES: dict[str, Callable[[Run], bool]] = {
 }
 
 
+def draw(errors: Sequence[tuple[Run, float]], path: Path) -> None:
+    """Draw forecast over published seconds against the length of the sequences, a panel for each card family."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    families = list(dict.fromkeys(FAMILIES.values()))
+    by_size = sorted((run for run, _ in errors), key=lambda run: run.layers * run.config["n_embd"] ** 2)
+    shapes = {True: {"marker": "D", "ms": 6, "mec": "black", "zorder": 3}, False: {"marker": "o", "ms": 3.5}}
+    for panel, family in zip(figure.subplots(1, len(families), sharey=True), families, strict=True):
+        for number, model in enumerate(dict.fromkeys(run.name for run in by_size)):
+            panel.plot([], [], "o", ms=4, color=f"C{number}", label=model)
+            for run, error in errors:
+                if (run.name, run.family) == (model, family):
+                    panel.plot(run.seq_len, 1 + error, color=f"C{number}", **shapes[run.held_out])
+        spread = SPREADS[CALIBRATED]
+        panel.axhspan(
+            1 / (1 + spread), 1 / (1 - spread), color="0.92", zorder=0
+        )  # published is inside the printed range
+        panel.axhline(1, color="0.5", lw=1)
+        panel.set_xscale("log", base=2)
+        panel.set(title=f"{family}: runs fitted (dots) and held out (diamonds)", xlabel="tokens a sequence")
+        panel.legend(fontsize=7)
+    figure.axes[0].set_ylabel("seconds of a step: forecast / published")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Print the fitted figures and the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
+    parser.add_argument("--plot", type=Path, help="draw the errors into this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.traces or Path(scratch)
@@ -371,6 +398,8 @@ def main() -> None:
         for name, belongs in CLASSES.items():
             if found := [error for run, error in errors if run.held_out == part and belongs(run)]:
                 print(f"| {'held out' if part else 'fitted'}, {name} | {len(found)} | {summary(found)} |")
+    if options.plot:
+        draw(errors, options.plot)
     print("\n| published run, not fitted | published | forecast | error |\n| --- | --- | --- | --- |")
     for row in field:
         run, tokens = row.run, row.run.seq_len * row.run.micro_batch

@@ -3,7 +3,7 @@
     import fsdptrain
 
     outcome = fsdptrain.validate("recipe.yaml", ["train.steps=100"], hardware="8xh100-80gb")
-    print(outcome.verdict, outcome.report["forecast"])
+    print(outcome.verdict, outcome.report["step_s"])
     folder = fsdptrain.run("recipe.yaml", ["train.steps=100"])
     losses = [event["loss"] for event in fsdptrain.read_history(folder) if event["event"] == "step"]
     model = fsdptrain.export(folder, out="model")
@@ -50,6 +50,8 @@ def load_recipe(recipe: Place, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """
     from fsdptrain.cli import find_recipe
 
+    if isinstance(overrides, str):  # a sequence, too: of its letters
+        raise RecipeError(f"overrides are a list, here [{overrides!r}]")
     return find_recipe(os.fspath(recipe), list(overrides))
 
 
@@ -59,7 +61,8 @@ def validate(
     """Return what `fsdptrain validate` finds: verdict, problems and exit code, and in `report` what `--json` prints.
 
     `hardware` plans for other machines, such as `8xh100-80gb`; `price` is in dollars per GPU-hour. A plan that does not
-    fit is an outcome with the exit code 3. Raises RecipeError for a wrong recipe or unknown hardware.
+    fit is an outcome with the exit code 3. Raises RecipeError for a wrong recipe, unknown hardware, or a price without
+    GPUs.
     """
     from fsdptrain.dryrun.request import make_request, run_dry_run
     from fsdptrain.terminal.screen import Screen

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_type_hints
 
 import typer
 
@@ -340,10 +340,8 @@ def validate(
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
-        options = {"plot": str(plot) if plot else None, "price": price, "advise": advise, "build": not no_build}
-        request = make_request(written, hardware, trust_remote_code, **options)
-        if price is not None and request.plan.topology.device == "cpu":
-            raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
+        options: dict[str, Any] = {"plot": str(plot) if plot else None, "advise": advise, "build": not no_build}
+        request = make_request(written, hardware, trust_remote_code, price, **options)
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there

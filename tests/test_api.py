@@ -39,6 +39,12 @@ def test_what_a_command_refuses_is_raised(tmp_path: Path) -> None:
     for call in (fsdptrain.load_recipe, fsdptrain.validate, fsdptrain.run):
         with pytest.raises(RecipeError, match=r"optim\.lrr: unknown key; did you mean `optim\.lr`"):
             call(recipe, ["optim.lrr=1"])
+        with pytest.raises(RecipeError, match=r"a list, here \['train\.steps=2'\]"):
+            call(recipe, "train.steps=2")
+    with pytest.raises(RecipeError, match="this plan has no GPUs"):
+        fsdptrain.validate(recipe, price=2.5)
+    with pytest.raises(RecipeError, match="-1 is negative"):
+        fsdptrain.validate(recipe, hardware="8xh100", price=-1)
     with pytest.raises(DataError, match=r"nothing\.jsonl"):
         fsdptrain.run(recipe, [f"data.path={tmp_path / 'nothing.jsonl'}"])
     with pytest.raises(RecipeError, match="is not a run folder"):
@@ -53,6 +59,7 @@ SMALL = "memory=8e9,flops=1e14,intra_bw=1e11,inter_bw=1e10"
 def test_a_dry_run_that_does_not_fit_is_an_outcome() -> None:
     outcome = fsdptrain.validate("llama3.1-8b-full-shard-8xh100", ["model.config.num_hidden_layers=2"], hardware=SMALL)
     assert outcome.exit_code == 3 and outcome.problems and outcome.report["problems"]
+    assert outcome.report["step_s"] > 0 and 'report["step_s"]' in (api.__doc__ or "")  # the name that it shows
 
 
 def test_importing_the_package_imports_no_function() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import ROOT, environment
+from support import ROOT, environment, fsdptrain
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fsdptrain"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def test_the_readme_can_be_read_in_five_minutes() -> None:
@@ -33,6 +36,38 @@ def exists(name: str) -> bool:
         return False
     text = PACKAGE.joinpath(*words[: modules[0]]).with_suffix(".py").read_text()
     return all(re.search(rf"^ *(?:class|def) {word}\b", text, re.MULTILINE) for word in words[modules[0] :])
+
+
+def test_a_script_makes_every_picture() -> None:
+    pictures = {path.name for path in DOCS.iterdir() if path.suffix in (".png", ".svg")}
+    assert pictures == runpy.run_path(str(DOCS / "picture.py"))["PICTURES"].keys()
+    shown = re.findall(r"!\[[^\]]*\]\((?:docs/)?(.+?)\)", "\n".join(page.read_text() for page in PAGES))
+    assert sorted(shown) == sorted(pictures)
+
+
+def recorded(word: str) -> tuple[list[str], str]:
+    """Return the words of the one command with this word whose screen is quoted in a document, and that screen."""
+    screens = [
+        screen
+        for page in PAGES
+        for screen in re.findall(r"^```\n\$ fsdptrain (.*?)^```$", page.read_text(), re.M | re.S)
+    ]
+    found = [screen.split("\n", 1) for screen in screens if screen.startswith(word)]
+    assert len(found) == 1
+    return found[0][0].split(), found[0][1]
+
+
+def test_what_the_readme_says_of_a_wrong_recipe_is_printed(tmp_path: Path) -> None:
+    words, screen = recorded("run")
+    lines = "model: {id: meta-llama/Llama-3.1-8B, tokeniser: x}", "data: {path: train.jsonl, seq_len: 4k}"
+    (tmp_path / words[1]).write_text("\n".join(["name: my-sft", *lines, "train: {epochs: 2}"]))
+    assert fsdptrain(*words, cwd=tmp_path).stderr == screen
+
+
+@pytest.mark.soak
+def test_the_verdict_in_the_readme_is_printed(tmp_path: Path) -> None:
+    words, screen = recorded("validate")
+    assert fsdptrain(*words, cwd=tmp_path, timeout=900).stdout.startswith(screen)
 
 
 def blocks(path: Path, language: str) -> Iterator[str]:
@@ -67,3 +102,35 @@ def test_the_commands_of_a_tutorial_run(path: Path, tmp_path: Path) -> None:
         subprocess.run(["bash", "-euc", lines], cwd=tmp_path, env=env, check=True)
     for block in blocks(path, "python"):
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=env, check=True)
+
+
+@pytest.mark.soak
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells as one program: they have no magic commands, so no kernel is needed."""
+    cells = json.loads((DOCS / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    env = environment(MPLBACKEND="agg", CUDA_VISIBLE_DEVICES="")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def phrases(picture: Path) -> set[str]:
+    """Return what a picture of a terminal says, without its numbers and without memory, which may lack room."""
+    lines = re.findall(r">([^<>]+)</text>", picture.read_text())
+    words = (re.sub(r"[\d.]+ (?:to [\d.]+ )?GiB.*", "GiB", line.replace("&#160;", " ")) for line in lines)
+    return {re.sub(r"[\d.,:/e-]+|[━╸╺ ]+", " ", line).strip() for line in words} - {"GiB"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["step.png", "terminal.svg"])
+def test_a_picture_shows_what_is_shown_today(name: str, tmp_path: Path) -> None:
+    """If not: `python docs/picture.py NAME`. A plot with another version of matplotlib is another one."""
+    made = tmp_path / name
+    code = f"import os, runpy; from pathlib import Path; os.chdir({str(tmp_path)!r}); " + (
+        f"runpy.run_path({str(DOCS / 'picture.py')!r})['PICTURES'][{name!r}](Path({str(made)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(CUDA_VISIBLE_DEVICES=""), check=True)
+    if made.suffix == ".svg":
+        assert phrases(made) == phrases(DOCS / name)
+    else:
+        assert made.read_bytes() == (DOCS / name).read_bytes()

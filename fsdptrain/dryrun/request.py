@@ -63,11 +63,15 @@ class Request:
 
 
 def make_request(
-    loaded: LoadedRecipe, hardware: str | None, trust_remote_code: bool = False, **options: Any
+    loaded: LoadedRecipe,
+    hardware: str | None,
+    trust_remote_code: bool = False,
+    price: float | None = None,
+    **options: Any,
 ) -> Request:
     """Return the request to validate a recipe, on this machine or on the given `hardware`, with fields of Request.
 
-    Raise RecipeError for hardware that is unknown, or if the GPUs do not fill the nodes.
+    Raise RecipeError for hardware that is unknown, if the GPUs do not fill the nodes, or for a price without GPUs.
     """
     target = parse_hardware(hardware) if hardware is not None else None
     if target:
@@ -75,9 +79,13 @@ def make_request(
         topology = topology_of(loaded.recipe, target.count, target.hardware, overridden)
     else:  # `elsewhere`, because the levels report everything that this machine lacks
         topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
+    if price is not None and topology.device == "cpu":
+        raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
+    if price is not None and price < 0:
+        raise RecipeError(f"--price-per-gpu-hour: {price:g} is negative")
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     notes = ([target.note] if target and target.note else []) + untested_versions()
-    return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, **options)
+    return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, price, **options)
 
 
 INTERRUPTED = "Ctrl-C stopped the search for other plans: those listed were tried until then"

@@ -49,7 +49,7 @@ def _calibrate(folder: Path) -> None:
         runs.append(dataclasses.replace(run, step_s=step_s))
     calibrate.published_runs = lambda: [*runs, dataclasses.replace(runs[0], held_out=True, step_s=1.0)]
     calibrate.field_runs = lambda: runs[:1]
-    sys.argv = ["calibrate.py", "--traces", str(folder)]
+    sys.argv = ["calibrate.py", "--traces", str(folder), "--plot", str(folder / "errors.png")]
     with (folder / "out.txt").open("w") as sys.stdout:
         calibrate.main()
 
@@ -60,6 +60,7 @@ def test_it_finds_the_figures_that_explain_the_runs(tmp_path: Path) -> None:
     text = (tmp_path / "out.txt").read_text()
     fitted = {name: float(value) for name, value in re.findall(r"^(.*): fitted (\S+),", text, re.MULTILINE)}
     assert fitted == {name: pytest.approx(value, rel=0.05) for name, value in KNOWN.items()}
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"^\| held out, all \| 1 \|", text, re.MULTILINE)
 
 
