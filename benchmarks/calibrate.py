@@ -357,19 +357,15 @@ def draw(errors: Sequence[tuple[Run, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    families = list(dict.fromkeys(FAMILIES.values()))
-    by_size = sorted((run for run, _ in errors), key=lambda run: run.layers * run.config["n_embd"] ** 2)
-    shapes = {True: {"marker": "D", "ms": 6, "mec": "black", "zorder": 3}, False: {"marker": "o", "ms": 3.5}}
-    for panel, family in zip(figure.subplots(1, len(families), sharey=True), families, strict=True):
-        for number, model in enumerate(dict.fromkeys(run.name for run in by_size)):
+    spread = SPREADS[CALIBRATED]
+    for panel, family in zip(figure.subplots(1, 2, sharey=True), dict.fromkeys(FAMILIES.values()), strict=True):
+        for number, model in enumerate(dict.fromkeys(run.name for run, _ in errors)):
             panel.plot([], [], "o", ms=4, color=f"C{number}", label=model)
             for run, error in errors:
                 if (run.name, run.family) == (model, family):
-                    panel.plot(run.seq_len, 1 + error, color=f"C{number}", **shapes[run.held_out])
-        spread = SPREADS[CALIBRATED]
-        panel.axhspan(
-            1 / (1 + spread), 1 / (1 - spread), color="0.92", zorder=0
-        )  # published is inside the printed range
+                    panel.plot(run.seq_len, 1 + error, "D" if run.held_out else ".", ms=6, color=f"C{number}")
+        # Here the published time is inside the printed range.
+        panel.axhspan(1 / (1 + spread), 1 / (1 - spread), color="0.92", zorder=0)
         panel.axhline(1, color="0.5", lw=1)
         panel.set_xscale("log", base=2)
         panel.set(title=f"{family}: runs fitted (dots) and held out (diamonds)", xlabel="tokens a sequence")
