@@ -143,6 +143,11 @@ def _print_problems(problems: Sequence[object], notes: Sequence[str] = ()) -> No
     print(wrapped_for("\n".join([*lines, *notes]), sys.stderr, extra_indent=2), file=sys.stderr)
 
 
+def _next_command(*words: object) -> str:
+    """Return the line that names the next command, as a shell reads it."""
+    return f"next: {shlex.join(['fsdptrain', *map(str, words)])}"
+
+
 def _print_json(value: object) -> None:
     print(json.dumps(json_safe(value), indent=2))
 
@@ -429,8 +434,8 @@ def prepare(
     if as_json:
         _print_json(made)
     else:
-        command = ["fsdptrain", "run", recipe, *(overrides or []), *["--trust-remote-code"] * trust_remote_code]
-        lines = [*prepared_lines(made, plan.recipe.data.seq_len), f"next: {shlex.join(command)}"]
+        words = [recipe, *(overrides or []), *["--trust-remote-code"] * trust_remote_code]
+        lines = [*prepared_lines(made, plan.recipe.data.seq_len), _next_command("run", *words)]
         print(wrapped_for("\n".join(lines), sys.stdout, extra_indent=2))
 
 
@@ -573,7 +578,7 @@ def submit(
         )
     if not dry_run:
         number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.place
-        text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}\n"
+        text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\n{_next_command('status', run_dir)}\n"
     print(text, end="")
 
 
@@ -798,7 +803,7 @@ def init(
 
         done = convert([_expanded_path(path) for path in foreign], dest)
         _write_recipe(dest, done.text)
-        said = [*done.report(), "", f"{dest}\nnext: fsdptrain validate {dest}"]
+        said = [*done.report(), "", f"{dest}\n{_next_command('validate', dest)}"]
         print(wrapped_for("\n".join(said), sys.stdout))
         return
     if not data or model is None:
@@ -815,7 +820,7 @@ def init(
         sys.exit(proposal.outcome.exit_code)
     _write_recipe(dest, proposal.text)
     show_proposal(proposal, Page())
-    print(f"\n{dest}\nnext: fsdptrain validate {dest}")
+    print(f"\n{dest}\n{_next_command('validate', dest)}")
 
 
 def _write_recipe(dest: Path, text: str) -> None:

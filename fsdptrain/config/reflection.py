@@ -192,6 +192,8 @@ def _annotation_words(annotation: Any) -> str:
         return "one of: " + ", ".join(words)
     if get_origin(annotation) is list and (words := enumerated(get_args(annotation)[0])):
         return f"a list of {', '.join(words)}"
+    if get_origin(annotation) is list and get_args(annotation) == (str,):
+        return "a list of strings"
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):

@@ -73,8 +73,12 @@ def _candidates(path: str, value: Any) -> Iterator[Any]:
         yield [value]
     if isinstance(value, int):
         yield bool(value)
-    if value is None and _expected(path) == "a list" and value_at(Recipe(), path) == []:
+    if value is None and value_at(Recipe(), path) == []:
         yield []
+    if isinstance(value, list):  # without quotes, a text that ends with a colon is a mapping
+        yield [
+            f"{next(iter(item))}:" if isinstance(item, dict) and [*item.values()] == [None] else item for item in value
+        ]
     if isinstance(value, float) and value.is_integer():
         yield int(value)
     for form in forms_of(path):

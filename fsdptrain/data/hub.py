@@ -28,8 +28,12 @@ from fsdptrain.plan.plan import Plan
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
-    """Return keyword arguments of `from_pretrained` that pin the revision; a tokenizer's custom code is never run."""
-    return {"revision": model_revision(plan) if tokenizer is None else "main", "trust_remote_code": False}
+    """Return keyword arguments of `from_pretrained` that pin the revision; a tokenizer's custom code is never run.
+
+    `tokenizer` is the one that the recipe names: that of `model.id` has its revision.
+    """
+    of_model = tokenizer in (None, plan.recipe.model.id)
+    return {"revision": model_revision(plan) if of_model else "main", "trust_remote_code": False}
 
 
 def model_revision(plan: Plan) -> str:

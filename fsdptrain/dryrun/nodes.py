@@ -93,7 +93,8 @@ def compare_nodes(nodes: Sequence[Node], hardware: Hardware | None, findings: Fi
     findings.add_item(HEADING, "table", header=[HEADER[i] for i in shown], rows=[[r[i] for i in shown] for r in rows])
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
     findings.add_lines(HEADING, f"{'' if len({*_versions(nodes)}) == 1 else f'on {names[0]}: '}{versions}")
-    findings.add_lines(HEADING, f"free: on the disks of {', '.join(nodes[0].free)}")
+    if nodes[0].free:
+        findings.add_lines(HEADING, f"free: on the disks of {', '.join(nodes[0].free)}")
     if hardware:
         findings.add_lines(
             HEADING,

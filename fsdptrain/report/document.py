@@ -71,7 +71,15 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
 def _runs_in(folder: RunDir) -> list[RunDir]:
     """Return the runs below a folder; the folder itself if it is one, or has none."""
     below = [] if is_run_folder(folder.root) else runs_below(folder.root)
-    return [RunDir.open(path) for path in below] or [folder]
+    return [_opened(path) for path in below] or [folder]
+
+
+def _opened(path: Path) -> RunDir:
+    """Return a run folder; if its plan cannot be read, as one without a store: reading it says why."""
+    try:
+        return RunDir.open(path)
+    except (RecipeError, StorageError):
+        return RunDir(path)
 
 
 def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:

@@ -37,13 +37,14 @@ from fsdptrain.cli import app
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.reader import load
 from fsdptrain.data.cache import cached_folder, is_intact
-from fsdptrain.errors import StorageError
+from fsdptrain.errors import RecipeError, StorageError
 from fsdptrain.folder.files import read_if_there
 from fsdptrain.folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import list_runs
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.report.document import write_report
 from fsdptrain.terminal.screen import Screen
 
 FILE = "rank-00001.safetensors"
@@ -249,6 +250,10 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, run: R
     run.plan.chmod(0)
     with as_nobody():
         other, unreadable = list_runs(folder)
+        with pytest.raises(
+            RecipeError, match=r"no run has anything to report:\n.*nothing was rec(.|\n)*Permission denied"
+        ):
+            write_report([RunDir(folder)], folder / "report.html")
     assert other["name"] and other["state"] != "unreadable"
     assert unreadable["state"] == "unreadable" and "plan.json cannot be read: Permission denied" in unreadable["why"]
 

@@ -164,7 +164,18 @@ def test_an_empty_list_and_null_have_ways_out(tmp_path: Path) -> None:
         refused(tmp_path, BASE, "adapter.kind=lora", word)[0].message
         for word in ("adapter.target=[]", "adapter.modules_to_save=null")
     ]
-    assert messages == ["[] is empty: name at least one, or use all-linear", "null is not a list; use [] for none"]
+    assert messages == [
+        "[] is empty: name at least one, or use all-linear", "null is not a list of strings; use [] for none",
+    ]  # fmt: skip
+
+
+def test_a_text_that_ends_with_a_colon_is_proposed_in_quotes(tmp_path: Path) -> None:
+    said = [
+        refused(tmp_path, BASE, "data.eval={fraction: 0.1}", f"eval.prompts=[{word}]")[0].message
+        for word in ("ROMEO:", "ROMEO: a")
+    ]
+    assert said[0] == "[{'ROMEO': None}] is not a list of strings; did you mean ['ROMEO:']?"
+    assert said[1] == "[{'ROMEO': 'a'}] is not a list of strings"
 
 
 # --- versions --------------------------------------------------------------------------------------------------------

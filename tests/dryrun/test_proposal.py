@@ -37,7 +37,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_path: Path, gpt2: Path) -> None:
-    data, more, empty, dest = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "recipe.yaml"))
+    data, more, empty, dest = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "my recipe.yaml"))
     write_rows(data, 300)
     write_rows(more, 100)
     empty.write_text("")
@@ -48,7 +48,7 @@ def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_pat
     assert 64 <= recipe.data.seq_len <= 128, "not longer than the positions of the model"
     assert recipe.train.global_batch_size < 64 and recipe.data.eval == {"fraction": 0.05} and recipe.eval.every
     assert "400 rows, " in done.stdout and "⟦of the " in done.stdout and "1 empty file skipped" in done.stdout
-    assert done.stdout.splitlines()[-2:] == [str(dest), f"next: fsdptrain validate {dest}"]
+    assert done.stdout.splitlines()[-2:] == [str(dest), f"next: fsdptrain validate '{dest}'"]
     checked = json.loads(fsdptrain("validate", dest, "--no-build", "--json").stdout)
     assert checked["problems"] == [] and checked["data"]["steps"] >= 99
     refused = fsdptrain("validate", dest, "--no-build", "train.global_batch_size=1024")

@@ -14,6 +14,7 @@ from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
+from fsdptrain.data.hub import hub_arguments
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import load_config, resolved_values
 from fsdptrain.plan.plan import make_plan
@@ -31,6 +32,16 @@ LAYERS: dict[str, dict[str, Any]] = {  # models of twelve layers whose lists dif
 def config_of(tmp: Path, model: dict[str, Any], *overrides: str, vocab_size: int = 512) -> Any:
     written = load(write_recipe(tmp, model=model), list(overrides))
     return load_config(make_plan(written, find_topology(written.recipe, {})), vocab_size)
+
+
+@pytest.mark.parametrize(("tokenizer", "revision"), [(None, "v1"), ("org/name", "v1"), ("org/other", "main")])
+def test_the_revision_is_that_of_the_model_and_of_its_own_tokenizer(
+    tokenizer: str | None, revision: str, tmp_path: Path
+) -> None:
+    model = {"id": "org/name", "tokenizer": tokenizer, "revision": "v1"}
+    written = load(write_recipe(tmp_path, model=model))
+    plan = make_plan(written, find_topology(written.recipe, {}))
+    assert hub_arguments(plan, plan.recipe.model.tokenizer)["revision"] == revision
 
 
 def saved(folder: Path, kind: str, **config: Any) -> str:
