@@ -72,7 +72,7 @@ cuda-fakes: install
 
 $(VERSIONS)/%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet torch==$*.0
+	$(@D)/bin/pip install --quiet torch===$*.0  # the wheel with CUDA, not a local +cpu
 	$(BIN)/python -m pip freeze --exclude-editable | grep -viE "^((torch|triton)\b|nvidia-|cuda-)" >$(@D)/others.txt
 	$(@D)/bin/pip install --quiet --no-deps --requirement $(@D)/others.txt --editable .
 	touch $@
