@@ -644,7 +644,7 @@ def hang_of_stopped(setting: Setting) -> Row:
     process = setting.start("run", recipe)
     try:
         wait_for(lambda: len(steps_of(events_of(run))) >= 3, setting.left())
-        next(each for each in processes_of(run) if each.environ().get("RANK") == "1").suspend()
+        next(each for each in processes_of(run) if each.name() == "rank 1").suspend()
         started = time.monotonic()
         output = process.communicate(timeout=setting.left())[0].decode(errors="replace")
         after = f" after {time.monotonic() - started:.0f} s"
