@@ -75,7 +75,7 @@ def matches_form(value: Any, form: Any) -> bool:
             and all(matches_form(item, allowed[name]) for name, item in value.items())
         )
     if get_origin(form) is list:
-        return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
+        return isinstance(value, list) and bool(value) and all(matches_form(item, get_args(form)[0]) for item in value)
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
     if words := enumerated(form):

@@ -52,15 +52,19 @@ def wrong_type_message(path: str, value: Any) -> str:
     elif value is None and near == []:
         hint = "; use [] for none"
     elif near is not None:
-        beside = HINTS.get((path, str(value).lower()), "")
+        beside = HINTS.get((path, str(_plain(value))), "")
         hint = f"; did you mean {yaml_text(near)}{beside}?"
     return f"{value_text(value)} is not {_expected(path)}{hint}"
 
 
+def _plain(value: Any) -> Any:
+    """Return a value as other tools' values are listed: a string in small letters, `ZeRO-1` as `zero1`."""
+    return value.lower().replace("-", "") if isinstance(value, str) else value
+
+
 def _candidates(path: str, value: Any) -> Iterator[Any]:
     """Yield values that may have been meant by an invalid one, the likeliest first."""
-    choices = choices_of(path)
-    plain = value.lower() if isinstance(value, str) else value
+    choices, plain = choices_of(path), _plain(value)
     if isinstance(value, (str, bool, type(None))) and plain in (known := FOREIGN_VALUES.get(path, {})):
         yield known[plain]
     if isinstance(value, str):

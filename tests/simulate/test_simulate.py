@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import load
 from fsdptrain.forecast.memory import peak, traffic
-from fsdptrain.forecast.trace import HOST, Alloc, Moment, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
@@ -97,6 +97,15 @@ def sampled(*numbers: int, slow: tuple[int, ...]) -> list[Any]:
 def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **changes)
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
+
+
+def test_experts_in_float32_are_forecast(tmp_path: Path) -> None:
+    """torch before 2.15 describes their products in bfloat16 only, but computes them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    plan = plan_of(tmp_path, model__config={**SMALL, "model_type": "qwen3_moe", **experts})
+    trace = on_fake(plan)
+    assert any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))
+    assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
 
 
 def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:

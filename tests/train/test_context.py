@@ -25,7 +25,7 @@ from fsdptrain.model.context import AllToAll
 from fsdptrain.model.skeleton import check_context, skeleton
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.topology import Topology, find_topology
 from fsdptrain.train import trainer
 from fsdptrain.train.nonfinite import NonFiniteBatch
 
@@ -52,6 +52,7 @@ OPTIONS = {  # of two ranks
 MORE_OPTIONS = {
     "LoRA": ["adapter.kind=lora", *ADAPTER],
     "not packed": ["data.packing=none"],
+    "a part without labels": ["data.packing=none", "data.path=${..}/short.jsonl", "train.micro_batch_size=1"],
     "one stream": ["data.packing=concat"],
     "frozen": ["model.trainable=[layers.2]"],
     "8-bit state": ["optim.name=adamw_8bit"],
@@ -66,6 +67,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(Qwen3Config(**TINY, head_dim=16)).save_pretrained(tmp / "model")
     many = Qwen3Config(**TINY | {"num_attention_heads": 8}, head_dim=8)
     AutoModelForCausalLM.from_config(many).save_pretrained(tmp / "many heads")
+    (tmp / "short.jsonl").write_text("".join(f'{{"text": "Hear row {n}."}}\n' for n in range(80)))
     mistral = MistralConfig(**TINY, sliding_window=20, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(mistral).save_pretrained(tmp / "mistral")
     return write_recipe(
@@ -243,6 +245,13 @@ REFUSED = {  # what the recipe says → what the message says
     "alone": (["parallel.context_over_nodes=true"], "parallel.context_over_nodes: has no effect without"),
     "batch": (["train.global_batch_size=9", TWO], "9 sequences do not divide over 4 ranks / parallel.context 2"),
 }
+
+
+def test_ranks_of_several_nodes_share_a_row_if_the_recipe_says_so(tmp_path: Path) -> None:
+    recipe, two_nodes = write_recipe(tmp_path), Topology("cpu", 2, 2)
+    assert make_plan(load(recipe, [FOUR, "parallel.context_over_nodes=true"]), two_nodes).context == 4
+    with pytest.raises(RecipeError, match=r"2 ranks of a node; use one of 1, 2, or parallel\.context_over_nodes=true"):
+        make_plan(load(recipe, [FOUR]), two_nodes)
 
 
 @pytest.mark.parametrize("case", REFUSED)
