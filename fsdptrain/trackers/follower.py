@@ -43,7 +43,9 @@ from fsdptrain.trackers.libraries import TRACKERS, TrackedRun
 
 POLL_S = 0.5  # between two reads of metrics.jsonl
 KEEP_S = 2.0  # between two notes of how far the tracker is
-LEFT_FREE = (0.01, 2**30)  # of the run's disk, a share and bytes, of which the lesser is left to checkpoints
+LEFT_SHARE = 0.01  # of a disk, which is left free, or this number of bytes, if it is less:
+LEFT_TO_CHECKPOINTS = 2**30  # on the run's disk
+LEFT_TO_LIBRARY = 2**26  # on the disk of a library that does not report what it cannot write
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Follower:
         self._tail = Tail(self._rundir.metrics, from_end=False)
         with contextlib.suppress(FileNotFoundError):  # an object store may have an older copy of the file
             self._tail.offset = min(self._state.offset, self._rundir.metrics.stat().st_size)
-        self._keep()
+        self._note()
 
     def follow(self, inbox: queue.Queue[Record]) -> None:
         """Hand over events until the parent says how the run ended; then mark it so."""
@@ -103,7 +105,7 @@ class Follower:
         while end is None:
             with contextlib.suppress(queue.Empty):
                 end = inbox.get(timeout=POLL_S)
-            self._leave_space()
+            self._check_space()
             new = self._tail.read()
             for record in new if self._tail.offset else without_undone(new):
                 self._hand_over(record)
@@ -133,13 +135,23 @@ class Follower:
             newest[kind] = record["step"]
 
     def _keep(self) -> None:
+        self._check_space()  # on a full disk a library may have lost what it got since the last note
+        self._note()
+
+    def _note(self) -> None:
         self._state.offset, self._kept_at = self._tail.offset, time.monotonic()
         self._state.write(self._rundir, self._tracker)
 
-    def _leave_space(self) -> None:
-        disk, (share, most) = shutil.disk_usage(self._rundir.root), LEFT_FREE
-        if disk.free < min(share * disk.total, most):
+    def _check_space(self) -> None:
+        if _is_almost_full(self._rundir.root, LEFT_TO_CHECKPOINTS):
             raise OSError("the disk of the run folder is almost full, and checkpoints need the rest")
+        if (folder := self._library.folder) and folder.is_dir() and _is_almost_full(folder, LEFT_TO_LIBRARY):
+            raise OSError(f"the disk of {folder} is almost full, and the library does not report what it cannot write")
+
+
+def _is_almost_full(folder: Path, left: int) -> bool:
+    disk = shutil.disk_usage(folder)
+    return disk.free < min(LEFT_SHARE * disk.total, left)
 
 
 def without_secrets(text: str) -> str:

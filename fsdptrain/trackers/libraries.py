@@ -34,6 +34,7 @@ class Tracker:
     """One tracker. Every method may raise or hang: only `trackers.follower` calls them, in a process of its own."""
 
     continues = True  # `start` has what an earlier process logged about the run; else all is handed over again
+    folder: Path | None = None  # where `start` has the library write files, if it does not raise what it cannot write
 
     def start(self, run: TrackedRun) -> tuple[str, list[str]]:
         """Begin a run or continue it. Return its id, and the URL, or the words of a command, that shows it."""
@@ -78,6 +79,7 @@ class TensorBoard(Tracker):
         values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         values += [_text_value(tag, text) for tag, text in texts.items()]
         self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()  # a thread writes; `close` does not raise what failed there
 
     def configure(self, config: dict[str, Any]) -> None:
         """Write each part as a text."""
@@ -134,8 +136,8 @@ class WeightsAndBiases(Tracker):
         # Of several offline folders with one id, the last to be uploaded replaces the others (wandb#3841).
         self.continues = not self._run.offline
         self.configure(run.config)
-        files = Path(self._run.dir).parent
-        return run.id, ["wandb", "sync", str(files)] if self._run.offline else [*filter(None, [self._run.url])]
+        self.folder = Path(self._run.dir).parent
+        return run.id, ["wandb", "sync", str(self.folder)] if self._run.offline else [*filter(None, [self._run.url])]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Log a row of the history; texts are its panels of HTML."""
@@ -226,6 +228,7 @@ class Trackio(Tracker):
 
         self._step, project = 0, run.project or PROJECT
         trackio.init(project, name=f"{run.name}-{run.id}", config=run.config, resume="allow", embed=False)
+        self.folder = Path(trackio.TRACKIO_DIR)
         return run.id, ["trackio", "show", "--project", project]
 
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import queue
+import shutil
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ from fsdptrain.folder.events import Reporter, read_history
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.trackers import supervisor
 from fsdptrain.trackers.follower import Follower, TrackerState, without_secrets
+from fsdptrain.trackers.libraries import TensorBoard, TrackedRun
 from fsdptrain.trackers.supervisor import Trackers, tracked
 
 # The calls of a library that `libraries` makes. What they do is in FAKE_NAME: hang (in C, with the interpreter's lock),
@@ -48,6 +52,7 @@ def call(what, **fields):
         (Path(os.environ["FAKES"]) / "failed").touch()
         raise ConnectionError("http://me:hunter22@host refused " + os.environ.get("WANDB_API_KEY", ""))
 call("import")
+TRACKIO_DIR = os.environ["FAKES"]
 def Html(text): return text.partition(">")[2].removesuffix("</pre>")
 class Settings:
     def __init__(self, **settings): pass
@@ -57,7 +62,7 @@ class Config:
 class Run:
     def __init__(self):
         self.config, self.summary = Config("config"), Config("summary")
-        self.offline, self.url, self.dir = "WANDB_MODE" in os.environ, "https://wandb/run", "/w/run/files"
+        self.offline, self.url, self.dir = "WANDB_MODE" in os.environ, "https://wandb/run", f"{TRACKIO_DIR}/files"
     def define_metric(self, *words, **more): pass
     def log(self, values, step=None): call("log", values=values, step=step)
     def finish(self, exit_code=0): call("finish", exit_code=exit_code)
@@ -186,7 +191,7 @@ def test_a_tracker_that_forgets_gets_all_again_without_what_was_undone(
     attempt(rundir, 2, 4)
     progress = follow(rundir, "wandb")
     assert losses(fakes, 3) == [(1, 31.0), (2, 32.0), (3, 43.0), (4, 44.0)]
-    assert progress.shown_by == ["wandb", "sync", "/w/run"]
+    assert progress.shown_by == ["wandb", "sync", str(fakes)]
     assert follow(rundir, "trackio").newest == {"step": 4, "eval": 4}  # one that is added later, too
     assert [c["step"] for c in calls(fakes, "trackio", "log") if "step/loss" in c["values"]] == [1, 2, 3, 4]
 
@@ -218,6 +223,40 @@ def test_a_state_of_any_origin_is_read_or_left_out(text: str | None, tmp_path: P
     state.shown_by = ["wandb", "sync"]
     state.write(rundir, "wandb")
     assert TrackerState.read(rundir, "wandb") == state
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_what_a_library_got_on_a_full_disk_is_handed_over_again(
+    name: str, tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir, of_disk = run_folder(tmp_path), shutil.disk_usage
+
+    def usage(folder: Path) -> Any:  # the library's disk gets full while it gets the events
+        is_full = folder == fakes and (fakes / f"{name}.calls").read_text().count("step/loss") > 1
+        return SimpleNamespace(total=10**12, free=0) if is_full else of_disk(folder)
+
+    attempt(rundir, 0, 2)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", usage)
+        with pytest.raises(OSError, match="almost full, and the library does not report"):
+            follow(rundir, name)
+    assert TrackerState.read(rundir, name).state == "" and TrackerState.read(rundir, name).offset == 0
+    follow(rundir, name)
+    assert [row["values"]["step/loss"] for row in calls(fakes, name, "log") if "step/loss" in row["values"]] == [
+        21.0, 22.0, 21.0, 22.0,
+    ]  # fmt: skip
+
+
+def test_tensorboard_reports_the_last_event_that_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = TensorBoard()
+    board.start(TrackedRun("id", True, "mine", None, tmp_path, {}))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", Mock(side_effect=full))
+    monkeypatch.setattr(threading, "excepthook", Mock())  # TensorBoard's thread raises it, too
+    with pytest.raises(OSError, match="No space left"):
+        board.log(1, 0.0, {"step/loss": 1.0}, {})
 
 
 def plan_of(rundir: RunDir, *names: str) -> Any:
