@@ -93,12 +93,17 @@ def test_every_command_of_a_tutorial_is_one(path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_the_commands_of_a_tutorial_run(path: Path, tmp_path: Path) -> None:
-    """All of `laptop` and `preferences`; of the others what needs no GPU and no other nodes."""
+    """All of `laptop` and `preferences`; of the others what needs no GPU and no other nodes.
+
+    Where a page says that a plan does not fit, to show what `--advise` lists, the exit code may be 3.
+    """
     whole = path.stem in ("laptop", "preferences")
     folder = str(Path(sys.executable).parent)
     env = environment(PATH=f"{folder}:/usr/bin:/bin")
     for block in blocks(path, "bash"):
         lines = block if whole else "\n".join(re.findall(r"^fsdptrain (?:recipes|validate(?!.*--here)).*", block, re.M))
+        if "does not fit (exit code 3)" in path.read_text():
+            lines = re.sub(r"^(fsdptrain validate .* --advise)$", r"\1 || [ $? = 3 ]", lines, flags=re.M)
         subprocess.run(["bash", "-euc", lines], cwd=tmp_path, env=env, check=True)
     for block in blocks(path, "python"):
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=env, check=True)
