@@ -41,6 +41,7 @@ from fsdptrain.processes import (
     exit_after_printing,
     interrupt,
     open_safe_streams,
+    threads_for,
     watch_parent,
 )
 from fsdptrain.text import wrapped_for
@@ -116,6 +117,8 @@ def main() -> None:
     """Run the `fsdptrain` command; print an FsdptrainError as one message and exit with its code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # this process is a worker that torchrun started
         watch_parent(os.getppid())
+    if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
+        os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()
     try:
         with _os_errors_as_fsdptrain_errors():

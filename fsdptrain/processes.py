@@ -147,6 +147,16 @@ def child_arguments(module: str, *words: object) -> list[str]:
     return ["-m", "fsdptrain.processes", str(os.getpid()), module, *map(str, words)]
 
 
+def threads_for(cores: int) -> int:
+    """Return how many threads of OpenMP compute on this many cores: one each, but no more than OMP_THREAD_LIMIT.
+
+    With more of them, torch's products in bfloat16 on a CPU are wrong or NaN: oneDNN leaves out the share of those that
+    do not start.
+    """
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    return max(1, min(cores, int(limit)) if limit.isdecimal() else cores)
+
+
 def child_environment() -> dict[str, str]:
     """Return the environment of a child: it can import this package, and nothing from the working folder.
 

@@ -23,7 +23,7 @@ from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.limits import available_memory
-from fsdptrain.processes import Child, child_environment
+from fsdptrain.processes import Child, child_environment, threads_for
 from fsdptrain.text import duration, size
 
 ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
@@ -84,8 +84,8 @@ def fresh_process() -> Child:
     """Start the process that opens an export, on the CPU: the GPUs are full. It has all cores, because ranks wait."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
-    cores = str(len(os.sched_getaffinity(0)))
-    own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": cores}
+    threads = str(threads_for(len(os.sched_getaffinity(0))))
+    own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
     return Child("fsdptrain.checkpoint.reopen", own, keep_errors=True)
 
 

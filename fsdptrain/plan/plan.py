@@ -47,6 +47,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import URL
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED
+from fsdptrain.processes import threads_for
 from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
@@ -480,7 +481,7 @@ def draft_plan(
         eval_path=eval_path,
         topology=topology,
         **divided_among_ranks(recipe, topology),
-        threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        threads=threads_for(len(os.sched_getaffinity(0)) // topology.nproc_per_node),
         trust_remote_code=trust_remote_code,
         libraries={name: version(name) for name in TESTED},
     )

@@ -285,6 +285,18 @@ def test_a_batch_larger_than_an_epoch_is_refused_with_epochs_and_said_with_steps
     assert said.returncode == 0 and "a step of 64 sequences reads the data (" in said.stdout, said.stderr
 
 
+def test_a_limit_of_threads_does_not_change_what_is_computed(tmp_path: Path) -> None:
+    """With more threads than OMP_THREAD_LIMIT, torch's products in bfloat16 are NaN, in training and in `eval`."""
+    recipe = write_recipe(
+        tmp_path, fsdp={"mixed_precision": {"param_dtype": "bfloat16"}}, launch__nproc_per_node=1, export={},
+    )  # fmt: skip
+    limit = {"OMP_THREAD_LIMIT": "1", "OMP_NUM_THREADS": "2"}
+    done = fsdptrain("run", recipe, executed=True, **limit)
+    assert done.returncode == 0 and "logits compared" in done.stdout, done.stderr
+    done = fsdptrain("eval", tmp_path / "run", "--data", tmp_path / "text.jsonl", executed=True, **limit)
+    assert done.returncode == 0 and "nan" not in done.stdout, done.stdout + done.stderr
+
+
 def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2)
     (tmp_path / "run").mkdir()
