@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend `fake`)
-from torch import _meta_registrations
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -31,11 +30,6 @@ RELIES_ON = {
         "3f825e430de4": "2.13.0 2.15.0",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty": {"62bed30ba222": "2.11.0 2.13.0 2.15.0"},
-    "torch._meta_registrations._meta_grouped_mm_common": {
-        "dffc84163ae0": "2.11.0",
-        "5584e1fd8ec6": "2.13.0",
-        "cc59ab1bb13d": "2.15.0",  # with the dtypes that the kernels take
-    },
     # Used as they are: by `register_accelerator` and `pretend_world`,
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": {
         "a0401fb0033e": "2.11.0 2.13.0",
@@ -72,7 +66,6 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     - Fake memory of the host cannot be pinned: it counts as pinned.
     - `_chunk_with_empty` splits a parameter for all ranks, of which only rank 0's part is used: 512 fake chunks take
       a while. A list of one chunk fails if another is used.
-    - `_meta_grouped_mm_common` refuses experts in float32 and float16, which the kernels compute.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -83,14 +76,6 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
         return [tensor.narrow(dim, 0, min(tensor.size(dim), -(-tensor.size(dim) // count)))]
 
-    grouped_mm = _meta_registrations._meta_grouped_mm_common
-
-    def grouped_mm_of_any_dtype(a: Any, b: Any, *args: Any, offs: Any = None, **others: Any) -> Any:
-        if a.dtype not in (torch.float32, torch.float16):
-            return grouped_mm(a, b, *args, offs=offs, **others)
-        groups = (len(offs),) if a.dim() == b.dim() == 2 else (len(a),) if a.dim() == b.dim() else ()
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1])
-
     def within_rows(function: Any, _name: str, _bounds: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
@@ -99,7 +84,6 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
         mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
         mock.patch.object(recurrence, "within_documents", within_rows),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
-        mock.patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped_mm_of_any_dtype),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: True),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
         torch_operators(),
@@ -126,6 +110,24 @@ def resizes_watched(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 KERNELS = torch.library.Library("aten", "IMPL")
 # What fake tensors need of an operator that changes its arguments: nothing. torch has this for `_fused_adamw_` only.
 KERNELS.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
+
+
+def grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the products of experts without values; raise RuntimeError for what the kernels refuse.
+
+    Rows have a multiple of 16 bytes. Before 2.15, torch's own function takes bfloat16 only, the kernels do not.
+    """
+    if wrong := [mat.shape for mat in (a, b) if max(mat.stride()[-2:]) * mat.itemsize % 16]:
+        raise RuntimeError(f"rows of the weights or inputs of experts are no multiple of 16 bytes: {[*wrong[0]]}")
+    groups = (len(offs),) if a.dim() == b.dim() == 2 else (len(a),) if a.dim() == b.dim() else ()
+    dtype, columns = out_dtype or a.dtype, b.shape[-1]
+    unit = 16 // dtype.itemsize
+    return a.new_empty(*groups, a.shape[-2], -(-columns // unit) * unit, dtype=dtype)[..., :columns]
+
+
+KERNELS.impl("_grouped_mm", grouped_mm, "Meta", allow_override=True)
 
 
 Attention = Callable[..., Any]
