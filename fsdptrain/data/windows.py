@@ -29,6 +29,7 @@ from fsdptrain.data.cache import remove_folder
 from fsdptrain.data.corpus import Corpus, Mixture, Stream, epoch_order, prepare
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined
+from fsdptrain.data.objects import DataObject
 from fsdptrain.data.parts import PartEncoder, parts_of
 from fsdptrain.data.pinned import pinned_windows
 from fsdptrain.data.sources import data_objects, file_sizes, quick_fingerprint
@@ -270,6 +271,9 @@ def open_window(
 ) -> OpenWindow:
     """Return a window, prepared if it is not in the cache. Raises as `prepare` does."""
     alone = dataclasses.replace(of_window(plan, files), eval_path=None)
+    for each in data_objects(alone.data_path):
+        if not each.is_here:
+            _mark_of(each).touch()
     for left in reversed(range(TRIES)):
         try:
             [corpus] = prepare(alone, tokenizer, progress, count_padding, day)[0].corpus.parts
@@ -284,14 +288,23 @@ def open_window(
 
 
 def paths_of_window(alone: Plan, tokenizer: Any, day: date | None, corpus: Corpus) -> list[Path]:
-    """Return what the cache has of a window, the plan's only one; nothing on ranks that remove none."""
+    """Return what the cache has of a window, the plan's only one; nothing on ranks that remove none.
+
+    Copies of objects that were there before a run with windows stay: other recipes may read them.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return []
     [source], path, arrays = alone.sources, alone.data_path, list[Any]([corpus.ends, corpus.pieces])  # memory maps
     encoder = PartEncoder((tokenizer, source.data, day, 0), lambda _: None)
     parts = filter(None, map(encoder.found, parts_of(path)))
-    copies = [each.copy for each in data_objects(path)]
+    downloaded = [each for each in data_objects(path) if _mark_of(each).exists()]
+    copies = [found for each in downloaded for found in (each.copy, _mark_of(each))]
     return [*copies, *(Path(array.filename).parent for array in arrays), *parts]
+
+
+def _mark_of(found: DataObject) -> Path:
+    """Return the file beside the copy of an object that says that a run with windows has downloaded it."""
+    return found.copy.with_name(f"{found.copy.name}.window")
 
 
 def prepare_in_child(plan: Plan, files: Iterable[str], day: date | None, cores: Iterable[int]) -> Child:
