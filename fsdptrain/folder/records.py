@@ -118,7 +118,7 @@ EVENTS = {
         undone=True, tracked=True, trains=True,
     ),
     "window": EventKind(
-        "the ranks go on to window `window` of `of` (`data.window`) before or in `step`; they have waited for it",
+        "the ranks enter a window of files (`data.window`) in `step`",
         {"step": COUNT, "window": COUNT, "of": COUNT, "sequences": COUNT, "waited_s": SECONDS},
         undone=True, trains=True,
     ),
