@@ -106,13 +106,13 @@ def in_all(windows: Sequence[dict[str, int]], sequences: int) -> int:
 class Windows(Mixture):
     """The windows of a data set, whose sequences are numbered one window after another; `parts` is the one in use.
 
-    `windows` are their files, `listing` the fingerprint of all names and sizes, `known` what the run keeps of those
+    `windows` are their files, `listing` the fingerprint of all types and sizes, `known` what the run keeps of those
     that it has read, the first ones; `opened` are open. `make` prepares one; two threads may ask for it.
     """
 
     windows: list[dict[str, int]]
     listing: str
-    make: Callable[[list[str]], OpenWindow]
+    make: Callable[[list[str], Progress], OpenWindow]
     known: list[WindowRead]
     opened: dict[int, OpenWindow] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -132,14 +132,14 @@ class Windows(Mixture):
         """The digest of the rows of the first window, as tokens."""
         return self.known[0]["tokens"]
 
-    def open(self, number: int) -> Corpus:
+    def open(self, number: int, progress: Progress = lambda *_: None) -> Corpus:
         """Return a window, prepared if it is not in the cache; of those that are not known, the first one.
 
         Raises RecipeError if it is another than the run has read before.
         """
         with self.lock:
             if number not in self.opened:
-                window = self.make([*self.windows[number]])
+                window = self.make([*self.windows[number]], progress)
                 corpus = window.corpus
                 read = WindowRead(sequences=len(corpus), content=corpus.fingerprint, tokens=corpus.digest)
                 if self.known[number : number + 1] not in ([], [read]):
@@ -173,7 +173,7 @@ class Windows(Mixture):
         what, way_out = "data differs from", "put that data back"
         if read["content"] == before["content"]:
             what = "same rows became other tokens or sequences than"
-            way_out = "restore the versions of transformers and tokenizers"
+            way_out = "restore the tokenizer, or the versions of transformers and tokenizers"
         message = (
             f"the {what} what this run has read before (window {number + 1} of {len(self.windows)}, with "
             f"{next(iter(self.windows[number]))}): {way_out}, or choose another `name` or output_dir"
@@ -182,7 +182,7 @@ class Windows(Mixture):
 
     def _find(self, number: int) -> tuple[Corpus, int]:
         starts = self.starts
-        which = max(0, bisect_right(starts, number) - 1)
+        which = bisect_right(starts, number) - 1
         return self.open(which), number - starts[which]
 
 
@@ -243,7 +243,7 @@ def open_stream(
     if len(windows) == 1:
         return prepare(first, tokenizer, progress, count_padding, day)
 
-    def make(files: list[str]) -> OpenWindow:
+    def make(files: list[str], progress: Progress) -> OpenWindow:
         return open_window(plan, files, tokenizer, progress, count_padding, day)
 
     listing, pinned = quick_fingerprint(plan.data_path, 0), pinned_windows(plan.rundir)
@@ -251,8 +251,8 @@ def open_stream(
     corpus = Windows([], (1,), windows, listing, make, known)
     made = max(plan.rundir.checkpoint_steps(), default=0) * plan.recipe.train.global_batch_size
     stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), 1)
-    number = next(iter(stream.known_windows([made])), 0)
-    corpus.parts.append(corpus.open(number))
+    number = next(iter(stream.known_windows([made])), len(known))
+    corpus.parts.append(corpus.open(number, progress))
     # The whole is estimated from the first window, so that every start of the run estimates the same.
     stream = dataclasses.replace(stream, epoch=in_all(windows, known[0]["sequences"]))
     if plan.eval_path is None:
@@ -274,7 +274,9 @@ def open_window(
     for each in data_objects(alone.data_path):
         if not each.is_here:
             _mark_of(each).touch()
-    for left in reversed(range(TRIES)):
+    left = TRIES
+    while True:
+        left -= 1
         try:
             [corpus] = prepare(alone, tokenizer, progress, count_padding, day)[0].corpus.parts
             for flat in (corpus.tokens, corpus.trained):
@@ -284,7 +286,6 @@ def open_window(
         except FileNotFoundError:  # another run has just removed what it prepared of this window
             if not left:
                 raise
-    raise AssertionError("unreachable")
 
 
 def paths_of_window(alone: Plan, tokenizer: Any, day: date | None, corpus: Corpus) -> list[Path]:

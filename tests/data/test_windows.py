@@ -202,6 +202,18 @@ def test_a_resume_prepares_no_window_before_its_own(
     assert encoded and {*encoded} <= allowed
 
 
+def test_a_run_that_was_stopped_before_a_window_goes_on_with_it(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop while the ranks wait for a window is saved before what the run keeps has it."""
+    plan, before = resumed(tmp_path, bpe, monkeypatch)
+    record = before.corpus.record()
+    pin_windows(plan.rundir, record | {"read": record["read"][:1]})
+    monkeypatch.setattr(type(plan.rundir), "checkpoint_steps", lambda _: [before.corpus.starts[1] // 8 + 1])
+    stream = opened(plan)
+    assert isinstance(stream, WindowStream) and [*stream.corpus.opened] == [1]
+
+
 def test_a_changed_file_of_a_window_that_was_read_is_refused(
     tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

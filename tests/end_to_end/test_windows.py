@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from injection import curve, differences, run_with, small_recipe
+from injection import Running, curve, differences, run_with, small_recipe
 from support import SHAKESPEARE, events, fsdptrain
 
 from fsdptrain.config.reader import load
@@ -132,6 +134,22 @@ def test_a_window_that_takes_longer_than_the_watchdog_waits_is_no_hang(
     assert waited[2] > 5 > waited[1]
     progress = (tmp_path / "run" / "logs" / "progress.jsonl").read_text()
     assert "waiting for the next window of data.window" in progress
+    assert differences(tmp_path / "run", whole / "run") == []
+
+
+def test_a_stop_while_the_ranks_wait_loses_no_step(whole: Path, corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(corpus, tmp_path)
+    slow = {"where": ENCODES, "do": "sleep", "match": file_of(recipe, 1), "how": {"seconds": 600}}
+    running = Running(recipe, slow, **cache_of(tmp_path))
+    progress = tmp_path / "run" / "logs" / "progress.jsonl"
+    while running.process.poll() is None and not (progress.exists() and "waiting for the next" in progress.read_text()):
+        time.sleep(0.1)
+    running.process.send_signal(signal.SIGTERM)
+    done = running.wait()
+    assert done.problems(75, "with a checkpoint") == []
+    trained = events(tmp_path / "run", "step")[-1]["step"]
+    assert events(tmp_path / "run", "save")[-1]["step"] == trained == events(whole / "run", "window")[1]["step"] - 1
+    run(recipe)
     assert differences(tmp_path / "run", whole / "run") == []
 
 
