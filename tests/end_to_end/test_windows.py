@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_a_window_that_takes_longer_than_the_watchdog_waits_is_no_hang(
     assert (tmp_path / "mark").exists()
     waited = {event["window"]: event["waited_s"] for event in events(tmp_path / "run", "window")[:2]}
     assert waited[2] > 5 > waited[1]
+    assert re.search(r"waited 0:\d+ for window 2 of 3 of the data", done.output), done.output
     progress = (tmp_path / "run" / "logs" / "progress.jsonl").read_text()
     assert "waiting for the next window of data.window" in progress
     assert differences(tmp_path / "run", whole / "run") == []
