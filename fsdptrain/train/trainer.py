@@ -180,9 +180,9 @@ class Trainer:
         # The last checkpoint may still be under way; if it fails, the run fails.
         self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
+        self.checkpointer.release()  # an export needs host memory of its own
         if self.borders:
             self.borders.raise_failure()
-        self.checkpointer.release()  # an export needs host memory of its own
         return self.done if stop else None
 
     def train_steps(self) -> tuple[int, bool]:
