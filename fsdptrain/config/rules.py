@@ -29,6 +29,7 @@ ALTERNATIVES = {
 SECTIONS_READ = {
     "data.format": ("train",),
     "data.seq_len": ("parallel",),
+    "data.window": ("model", "train"),
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
@@ -55,6 +56,8 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
     if not recipe.data.sources or "path" in (recipe.data.eval or {}):
         yield from _preference_problems(recipe)
+    if recipe.data.window is not None:
+        yield from _window_problems(recipe)
     if recipe.eval.best_of is not None and recipe.data.eval:
         yield from _best_of_problems(recipe)
     yield from _fsdp_problems(recipe)
@@ -302,6 +305,27 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
         common = [problem for problem in found if problem.field not in own]
         everywhere = common if everywhere is None else [each for each in everywhere if each in common]
     yield from everywhere or []
+
+
+def _window_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems between `data.window`, which is set, and what needs all of the data before the first step."""
+    data, model, train = recipe.data, recipe.model, recipe.train
+    held_out = data.eval if isinstance(data.eval, dict) else {}
+    trains_tokenizer = isinstance(model.tokenizer, dict)
+    for is_set, fault in (
+        (bool(data.sources), "data.sources is not read in windows: name all files in data.path"),
+        (
+            "fraction" in held_out,
+            "data.eval: fraction holds out rows of all data: name held-out files in data.eval.path",
+        ),
+        (data.drop_duplicates, "data.drop_duplicates compares the rows of all data: remove one of the two"),
+        (data.max_rows is not None, "data.max_rows counts the rows of all data: name fewer files in data.path"),
+        (train.objective == "dpo", "train.objective: dpo computes the reference of all data first: remove this key"),
+        (train.steps is None, "train.epochs needs the number of all sequences: set train.steps"),
+        (trains_tokenizer, "model.tokenizer: {train} reads all data: train it before, and name its folder there"),
+    ):
+        if is_set:
+            yield Problem(fault, "data.window")
 
 
 def _best_of_problems(recipe: Recipe) -> Iterator[Problem]:

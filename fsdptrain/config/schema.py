@@ -193,6 +193,12 @@ class Data(SourceKeys):
         items=DataSource,
         any_text=True,
     )
+    window: int | None = key(
+        None,
+        "prepare and read the files of `path` in groups of this many, drawn by `seed`, the next one while one is "
+        "trained, and remove what was prepared of those before; null: all files before the first step",
+        at_least=1,
+    )
     seq_len: int = key(2048, "tokens per sequence", at_least=8)
     packing: Literal["bfd", "concat", "none"] = key(
         "bfd",

@@ -12,6 +12,7 @@ from fsdptrain.data.corpus import prepare, row_notes
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.data.windows import of_first_window, windows_note
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted, duration, rate, size
@@ -34,12 +35,12 @@ class _Watch:
 
 
 def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Tokenise and pack the data of a plan into the cache; return what it became, and how fast.
+    """Tokenise and pack the data of a plan, of several windows the first, into the cache; return what it became.
 
     Raises RecipeError for the tokenizer and DataError for the data, as the run would.
     """
     go_offline_if_unreachable(plan, progress)
-    plan = pin_commits(plan, plan.rundir, keep=False)
+    plan, windows = of_first_window(pin_commits(plan, plan.rundir, keep=False))
     tokenizer, watch = load_tokenizer(plan, progress), _Watch(progress)
     day = pin_date(plan, tokenizer, plan.rundir, keep=False)
     stream, held_out, eval_corpus = prepare(plan, tokenizer, watch, day=day)
@@ -49,6 +50,8 @@ def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
     arrays = [array for corpus in made for array in (corpus.tokens, corpus.trained, corpus.ends, corpus.lengths)]
     arrays += [array for corpus in packed for array in (corpus.pieces, corpus.labels)]
     lost, divided = row_notes(plan, stream.corpus, eval_corpus)
+    if len(windows) > 1:
+        divided.append(f"{windows_note(windows, len(stream))}: only the first is prepared")
     return {
         "rows": rows, "tokens": tokens, "label_tokens": sum(corpus.notes["label_tokens"] for corpus in made),
         "sequences": len(stream), "eval_sequences": len(held_out), "encoded_rows": watch.rows,

@@ -89,6 +89,12 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder of the cache, unless another process writes it. One that has its files open can read on."""
+    with contextlib.suppress(Timeout, OSError), FileLock(f"{folder}.lock", timeout=0):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _check_intact(folder: Path, little: int) -> bool:
     """Return whether a prepared folder is intact; raise StorageError, with the host, when it cannot be read."""
     try:

@@ -269,7 +269,7 @@ class Mixture:
 
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
         """Return the beginnings of those of sequences `numbers` that are in the first corpus: see `Corpus`."""
-        return self.parts[0].beginnings([number for number in numbers if number < self.starts[1]], length)
+        return self.parts[0].beginnings([number for number in numbers if number < len(self.parts[0])], length)
 
     def _find(self, number: int) -> tuple[Corpus, int]:
         """Return the corpus that has a sequence, and its number there."""
@@ -389,7 +389,7 @@ class Stream:
         source, nth = self.order.at(position)
         size = len(self.corpus.parts[source])
         start = sum(map(len, self.corpus.parts[:source]))
-        return start + int(_epoch_order(self.seed, source, nth // size, size)[nth % size])
+        return start + int(epoch_order(self.seed, source, nth // size, size)[nth % size])
 
     def reads(self, positions: int) -> list[float]:
         """Return how often each source is read in the first positions of the stream."""
@@ -419,7 +419,7 @@ class Stream:
 
 
 @functools.lru_cache(maxsize=64)  # of each source a batch may span two epochs; two threads make batches
-def _epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
+def epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
     """Return the order of a source's sequences in one epoch; that of source 0 is `[seed, epoch]`'s."""
     return np.random.default_rng([seed, epoch, 0, source]).permutation(size)
 
@@ -448,7 +448,8 @@ def prepare(
             sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction"), earlier))
     held_out = [corpus for _, *rest in sources for corpus in rest]
     if plan.eval_path is not None:
-        held_out += packed(dataclasses.replace(plan.recipe.data, path=plan.eval_path), wanted.get("max_rows"))
+        data = dataclasses.replace(plan.recipe.data, path=plan.eval_path, window=None)
+        held_out += packed(data, wanted.get("max_rows"))
     stream = Stream.of(plan.sources, [train for train, *_ in sources], seed)
     corpus = Mixture.of(held_out) if held_out else stream.corpus
     return stream, list(range(len(corpus))) if held_out else [], corpus

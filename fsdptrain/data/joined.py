@@ -60,6 +60,11 @@ class Joined:
     def __array__(self, *_: Any, **__: Any) -> Array:
         return self[:]
 
+    def open_files(self) -> None:
+        """Open all files, so that they can be read after they were removed."""
+        for number in range(len(self.files)):
+            self._open(number)
+
     def _open(self, number: int) -> Array:
         if number not in self._opened:  # a plain array: slicing a memory map takes ten times as long
             self._opened[number] = np.asarray(np.memmap(self.files[number], self.dtype, "r"))

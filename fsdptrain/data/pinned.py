@@ -1,9 +1,9 @@
-"""What a run keeps from its beginning: the commits of its Hub data sets, and the date that its chat template renders.
+"""What a run keeps of its data: commits of Hub data sets, the date in its chat template, and the windows that it read.
 
 A branch of a data set moves, and some chat templates render today's date. So the first worker of a start looks both up
 and writes them into pinned.json; the other workers of that start, and its restarts, use those. Once there is a
 checkpoint, every later start uses them too: the run continues with the tokens it began with, whatever was committed
-since, on any day, and even without the Hub.
+since, on any day, and even without the Hub. Rank 0 adds each window of files (data.window) when the ranks enter it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import HubData, Plan
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
-Pinned = dict[str, Any]  # `commits`: Commits; `date`: as in ISO 8601. Each is there only if the run needs it
+Pinned = dict[str, Any]  # `commits`: Commits; `date`: as in ISO 8601; `windows`. Each is there only if the run needs it
 
 
 def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
@@ -69,6 +69,16 @@ def date_note(day: datetime.date) -> str:
     return f"the chat template renders today's date: in all attempts of the run it is {day}, when the run began"
 
 
+def pin_windows(rundir: RunDir, windows: dict[str, Any]) -> None:
+    """Write what is known of the windows of a run (see `data.windows`)."""
+    _pin(rundir, True, lambda _: {"windows": windows})
+
+
+def pinned_windows(rundir: RunDir) -> dict[str, Any]:
+    """Return what `pin_windows` wrote, {} if the run has read none. Raises CheckpointError if it cannot be read."""
+    return _pinned_before(rundir).get("windows", {})
+
+
 def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pinned:
     """Return what is pinned and still valid, completed; `keep` writes it."""
     with FileLock(rundir.logs / "pinned.lock") if keep else contextlib.nullcontext():
@@ -93,6 +103,8 @@ def _pinned_before(rundir: RunDir) -> Pinned:
                 found["commits"] = {name: _check_commit(commit) for name, commit in written["commits"].items()}
             if "date" in written:
                 found["date"] = datetime.date.fromisoformat(written["date"]).isoformat()
+            if "windows" in written:
+                found["windows"] = {"files": str(written["windows"]["files"]), "read": list(written["windows"]["read"])}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error!r}), so the commit of the data or the date of the chat template is not "

@@ -96,6 +96,12 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
     return [_downloaded(each) for each in found]
 
 
+def file_sizes(path: DataPath) -> dict[str, int]:
+    """Return the bytes of every file behind a path, by its name or URL; nothing is downloaded."""
+    found = _found(path)
+    return dict((str(e.place), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
+
+
 def count_files(path: DataPath) -> int:
     """Return the number of files behind a path; 0 for a Hub data set."""
     return len(_found(path))

@@ -23,6 +23,7 @@ from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
+from fsdptrain.data.windows import of_first_window, windows_note
 from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
@@ -43,9 +44,10 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     with findings.continue_on_error():
         plan = pin_commits(plan, plan.rundir, keep=False)
     findings.send_busy("reading the data")
-    readable, tokenizer, files = False, None, None
+    readable, tokenizer, files, first, windows = False, None, None, plan, list[dict[str, int]]()
     with findings.continue_on_error():
-        files = _files_to_read(plan, findings)
+        first, windows = of_first_window(plan)
+        files = _files_to_read(first, findings)
         if files != 0:
             check_rows(plan, findings)
             readable = files is None
@@ -57,7 +59,10 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
             check_special_tokens(plan, tokenizer)
     if readable and tokenizer is not None:
         with findings.continue_on_error():
-            steps = check_sequences(plan, tokenizer, findings)
+            steps = check_sequences(first, tokenizer, findings)
+            if len(windows) > 1:
+                found = findings.levels["data"]["sequences"]
+                findings.add_note(f"{windows_note(windows, found)}: all counts are of the first window")
     return vocab_size, steps
 
 

@@ -117,6 +117,11 @@ EVENTS = {
         },
         undone=True, tracked=True, trains=True,
     ),
+    "window": EventKind(
+        "the ranks enter a window of files (`data.window`) in `step`",
+        {"step": COUNT, "window": COUNT, "of": COUNT, "sequences": COUNT, "waited_s": SECONDS},
+        undone=True, trains=True,
+    ),
     "eval": EventKind(
         "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
         {"step": COUNT, "loss": NUMBER, "tokens": COUNT},

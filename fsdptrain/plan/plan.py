@@ -473,6 +473,9 @@ def draft_plan(
         data_paths.append(path)
     if recipe.data.revision is not None and not any(map(is_hub_data, data_paths)):
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
+    if recipe.data.window is not None and any(map(is_hub_data, data_paths)):
+        message = "a Hub data set has no files to read in windows: name local files or URLs in data.path"
+        problems.append(Problem(message, "data.window"))
     plan = Plan(
         version=__version__,
         recipe=recipe,

@@ -177,6 +177,11 @@ class Screen:
         parts += [f"held-out {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
         return "  ".join(parts)
 
+    def _on_window(self, record: Record) -> None:
+        if record["waited_s"] >= 1:
+            waited = duration(record["waited_s"])
+            self.say(f"waited {waited} for window {record['window']} of {record['of']} of the data (data.window)")
+
     def _on_eval(self, record: Record) -> None:
         step = record["step"]
         if not self.live or self._is_line_due("eval", step, self._total_steps(step)):

@@ -52,6 +52,16 @@ class Prefetch:
         self._ahead = {following: self._executor.submit(self._make, following)} if following < self._total_steps else {}
         return wanted.result()
 
+    def is_made(self, step: int) -> bool:
+        """Return whether the inputs of a step are made, or have failed; begin to make them if nothing has."""
+        if step not in self._ahead:
+            self._ahead = {step: self._executor.submit(self._make, step)}
+        return self._ahead[step].done()
+
+    def failure(self, step: int) -> BaseException | None:
+        """Return what was raised when the inputs of a step were made, for which `is_made` is true."""
+        return self._ahead[step].exception()
+
     def close(self) -> None:
         """End the thread as soon as it has made what it is making."""
         self._ahead = {}

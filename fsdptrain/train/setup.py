@@ -35,11 +35,12 @@ from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, 
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
-from fsdptrain.data.corpus import Corpus, Mixture, Stream, prepare, reading_notes, row_notes
+from fsdptrain.data.corpus import Corpus, Mixture, Stream, reading_notes, row_notes
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.data.windows import WindowStream, open_stream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
@@ -105,7 +106,7 @@ class Inputs:
     """The checked model without weights, its tokenizer, and the data: `held_out` are sequence numbers of `eval_corpus`.
 
     `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders;
-    `prompts` are the tokens of `eval.prompts`.
+    `prompts` are the tokens of `eval.prompts`; `cores` are those that this process had before it was bound to a GPU.
     """
 
     prepared: PreparedModel
@@ -116,6 +117,7 @@ class Inputs:
     stamps: list[tuple[str, int, int]] | None = None
     day: date | None = None
     prompts: list[list[int]] = field(default_factory=list)
+    cores: list[int] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -229,14 +231,16 @@ def prepare_inputs(session: Session) -> Inputs:
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     day = pin_date(plan, tokenizer, session.rundir)
     prompts = evaluated_prompts(plan.recipe, tokenizer, day)
-    stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, count_padding, day)
+    stream, held_out, eval_corpus = open_stream(plan, tokenizer, progress, count_padding, day)
     if problem := plan.length_problem(len(stream)):
         raise RecipeError([problem])
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
     stamps = stamps_of(safetensors_files(plan)) if plan.freezes else None
-    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts)
+    return Inputs(
+        prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts, sorted(os.sched_getaffinity(0))
+    )
 
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
@@ -468,6 +472,7 @@ def start_fields(
     notes = [
         *itertools.chain(*row_notes(plan, stream.corpus, inputs.eval_corpus)),
         *reading_notes(plan, stream),
+        stream.corpus.note if isinstance(stream, WindowStream) else None,
         date_note(inputs.day) if inputs.day else None,
         *model_notes(inputs.prepared),
         flash_note,

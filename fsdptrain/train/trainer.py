@@ -18,6 +18,7 @@ from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.data.encode import end_tokens
+from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
 from fsdptrain.folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.parallel.heartbeat import Heartbeat
@@ -25,6 +26,7 @@ from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.text import ranks_text
+from fsdptrain.train.borders import Borders
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
@@ -104,6 +106,11 @@ class Trainer:
         self.done = engine.steps_made
         self.recording = Recording(self.plan, self.world.rank, self.world.device)
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
+        self.borders = (
+            Borders(session, inputs, self.stream, self.world, self.prefetch, sizes.total_steps)
+            if isinstance(self.stream, WindowStream)
+            else None
+        )
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
         self.unread: list[MadeStep] = []
@@ -163,7 +170,9 @@ class Trainer:
         gc.collect()
         gc.freeze()
         gc.disable()
-        with contextlib.closing(self.prefetch):
+        with contextlib.closing(self.prefetch), contextlib.ExitStack() as stack:
+            if self.borders:
+                stack.enter_context(contextlib.closing(self.borders))
             self.done, stop = self.train_steps()
         self.recording.close()  # a stop may have come between its steps
         gc.enable()
@@ -172,12 +181,14 @@ class Trainer:
         self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         self.checkpointer.release()  # an export needs host memory of its own
+        if self.borders:
+            self.borders.raise_failure()
         return self.done if stop else None
 
     def train_steps(self) -> tuple[int, bool]:
         """Run the loop of `train`. Return the number of steps made, and whether a stop ended the loop."""
         recipe, resumed = self.plan.recipe, self.engine.steps_made
-        done, stop = resumed, False
+        done, stop = resumed, self.enter_window(resumed)
         while True:
             last = done >= self.sizes.total_steps
             # An evaluation, a save or a comparison needs all steps read: one may have to be skipped or to end the run.
@@ -204,8 +215,18 @@ class Trainer:
             with self.recording.step(done):
                 stop = self.step(done)
             done += 1
+            stop = stop or self.enter_window(done)
             if done % GC_EVERY == 0:
                 gc.collect()
+
+    def enter_window(self, step: int) -> bool:
+        """Wait for the window of the data that begins with a step (from 0), if one does; collective.
+
+        Returns whether a stop came, or a failure, which `train` raises when a checkpoint is saved.
+        """
+        if self.borders is None or not self.borders.is_before(step):
+            return False
+        return self.read_steps() or self.borders.enter(step)
 
     def step(self, step: int) -> bool:
         """Make optimizer step number `step` (from 0). Return whether any rank has a stop request, as far as it is read.

@@ -82,6 +82,7 @@ data:
   drop_duplicates: false
   max_rows: null
   sources: []
+  window: null
   eval: null
 
 fsdp:

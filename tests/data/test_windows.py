@@ -1,0 +1,317 @@
+"""Windows of files (data.window): every sequence once a pass, in the order of an independent reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import stream_of
+from support import SHAKESPEARE, write_recipe
+
+from fsdptrain.config.reader import load
+from fsdptrain.data import parts
+from fsdptrain.data.ahead import prepare_ahead
+from fsdptrain.data.cache import cache_dir
+from fsdptrain.data.corpus import Stream
+from fsdptrain.data.pinned import pin_windows
+from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
+from fsdptrain.data.windows import WindowStream, of_first_window, open_stream, windows_of
+from fsdptrain.errors import RecipeError
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import find_topology
+
+FILES = 7
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test a cache of its own, of which it can say what is there."""
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a tokenizer."""
+    folder = tmp_path_factory.mktemp("bpe")
+    train_bpe(iter([SHAKESPEARE.read_text()[:20000]]), 300).save_pretrained(folder)
+    return str(folder)
+
+
+def write_files(folder: Path, number: int = FILES) -> Path:
+    """Write files of different sizes, of different rows."""
+    folder.mkdir(exist_ok=True)
+    paragraphs = iter(SHAKESPEARE.read_text().split("\n\n"))
+    for file in range(number):
+        rows = [next(paragraphs) for _ in range(20 + 7 * (file * 5 % 4))]
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return folder
+
+
+def a_plan(tmp: Path, bpe: str, **changes: Any) -> Plan:
+    """Return the plan of a run on the files in `tmp`/files."""
+    if not (tmp / "files").exists():
+        write_files(tmp / "files")
+    wanted = {"model__tokenizer": bpe, "data__path": str(tmp / "files"), "train__steps": 9, **changes}
+    written = load(write_recipe(tmp, **wanted))
+    return make_plan(written, find_topology(written.recipe, {}))
+
+
+def opened(plan: Plan) -> Stream:
+    return open_stream(plan, load_tokenizer(plan, quiet), quiet)[0]
+
+
+def a_stream(tmp: Path, bpe: str, **changes: Any) -> WindowStream:
+    stream = opened(a_plan(tmp, bpe, **changes))
+    assert isinstance(stream, WindowStream)
+    return stream
+
+
+def rows_of(stream: Stream, positions: range) -> torch.Tensor:
+    """Return ids, labels and positions of some sequences, and check the counts of labels."""
+    batch = stream.batch(positions)
+    assert int((batch["labels"] >= 0).sum()) == stream.label_tokens(positions) == stream.divisor(positions)
+    return torch.stack([batch["input_ids"], batch["labels"], batch["position_ids"]])
+
+
+def reference(tmp: Path, bpe: str, window: int, positions: int, seed: int) -> torch.Tensor:
+    """Return the same by the documented order alone: a window is a folder with links to its files, prepared whole."""
+    files = sorted((tmp / "files").iterdir())
+    drawn = np.random.default_rng([seed, 0, 3]).permutation(len(files)).tolist()
+    found, epoch = list[torch.Tensor](), 0
+    while sum(len(rows[0]) for rows in found) < positions:
+        for number, at in enumerate(range(0, len(files), window)):
+            folder = tmp / f"{seed}-{window}-{number}"
+            folder.mkdir(exist_ok=True)
+            for each in drawn[at : at + window]:
+                if not (folder / files[each].name).exists():
+                    (folder / files[each].name).symlink_to(files[each])
+            recipe = write_recipe(tmp, model__tokenizer=bpe, data__path=str(folder), seed=seed)
+            corpus = stream_of(recipe)[0].corpus
+            order = np.random.default_rng([seed, epoch, 0, number]).permutation(len(corpus))
+            batch = corpus.batch(order.tolist())
+            found.append(torch.stack([batch["input_ids"], batch["labels"], batch["position_ids"]]))
+        epoch += 1
+    return torch.cat(found, dim=1)[:, :positions]
+
+
+@pytest.mark.parametrize("window", [FILES, FILES + 3])
+def test_one_window_is_the_prepared_order_to_the_bit_in_every_epoch(tmp_path: Path, bpe: str, window: int) -> None:
+    windowed, whole = opened(a_plan(tmp_path, bpe, data__window=window)), opened(a_plan(tmp_path, bpe))
+    positions = range(3 * len(whole) + 5)
+    assert len(windowed) == len(whole) and not isinstance(windowed, WindowStream)
+    assert torch.equal(rows_of(windowed, positions), rows_of(whole, positions))
+    assert windowed.digest(positions) == whole.digest(positions)
+    assert windowed.corpus.fingerprint == whole.corpus.fingerprint and windowed.corpus.digest == whole.corpus.digest
+
+
+@pytest.mark.parametrize("window", range(1, FILES))
+def test_windows_are_read_in_the_order_of_the_reference(tmp_path: Path, bpe: str, window: int) -> None:
+    stream = a_stream(tmp_path, bpe, data__window=window, seed=5)
+    assert len(stream.corpus.windows) == -(-FILES // window)
+    found = torch.cat([rows_of(stream, range(at, at + 8)) for at in range(0, 800, 8)], dim=1)
+    assert 2 * stream.corpus.starts[-1] < 800, "the files are too large for two passes"
+    assert torch.equal(found, reference(tmp_path, bpe, window, 800, seed=5))
+
+
+def test_every_sequence_of_every_file_is_read_once_a_pass(tmp_path: Path, bpe: str) -> None:
+    stream = a_stream(tmp_path, bpe, data__window=2)
+    stream.place(10**6)  # opens all windows
+    in_all = stream.corpus.starts[-1]
+    for epoch in range(3):
+        numbers = stream.at(range(epoch * in_all, (epoch + 1) * in_all))
+        assert sorted(numbers) == list(range(in_all))
+        assert [*map(stream.corpus.starts.__contains__, sorted(numbers))].count(True) == len(stream.corpus.windows)
+    names = [name for window in stream.corpus.windows for name in window]
+    assert sorted(names) == sorted(map(str, (tmp_path / "files").iterdir()))
+    texts = {json.loads(line)["text"] for file in (tmp_path / "files").iterdir() for line in file.open()}
+    tokenizer = load_tokenizer(a_plan(tmp_path, bpe), quiet)
+    shown = "".join(tokenizer.decode(row) for row in stream.batch(range(in_all))["input_ids"].tolist())
+    assert all(text[:20] in shown for text in texts if len(text) > 20)
+
+
+def test_seeds_draw_other_windows(tmp_path: Path, bpe: str) -> None:
+    plans = [a_plan(tmp_path, bpe, data__window=3, seed=seed) for seed in (0, 1, 0)]
+    first, other, again = map(windows_of, plans)
+    assert first == again and first != other
+    assert [*map(len, first)] == [3, 3, 1] and all([*window] == sorted(window) for window in first)
+
+
+def test_any_position_is_found_from_anywhere(tmp_path: Path, bpe: str) -> None:
+    whole = a_stream(tmp_path, bpe, data__window=2)
+    expected = whole.at(range(500))
+    for start in (499, 250, 90):
+        assert a_stream(tmp_path, bpe, data__window=2).at(range(start, 500)) == expected[start:]
+
+
+def test_empty_files_are_in_no_window(tmp_path: Path, bpe: str) -> None:
+    write_files(tmp_path / "files")
+    (tmp_path / "files" / "3a.jsonl").touch()
+    windows = windows_of(a_plan(tmp_path, bpe, data__window=1))
+    assert len(windows) == FILES and not any("3a" in name for window in windows for name in window)
+
+
+def steps_made(plan: Plan, step: int) -> None:
+    """Pretend that the run has a checkpoint."""
+    (plan.rundir.checkpoints / f"step-{step:08}").mkdir(parents=True)
+    plan.rundir.logs.mkdir(exist_ok=True)
+
+
+def resumed(tmp: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, step: int = 20) -> tuple[Plan, WindowStream]:
+    """Return a plan with a checkpoint of `step` steps, and the stream of the run before it was stopped."""
+    plan = a_plan(tmp, bpe, data__window=2)
+    steps_made(plan, step)
+    monkeypatch.setattr(type(plan.rundir), "checkpoint_steps", lambda _: [step])
+    stream = a_stream(tmp, bpe, data__window=2)
+    stream.at(range(8 * step + 8))
+    pin_windows(plan.rundir, stream.corpus.record())
+    return plan, stream
+
+
+def test_a_resume_prepares_no_window_before_its_own(
+    tmp_path: Path, bpe: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, before = resumed(tmp_path, bpe, monkeypatch)
+    own = before.place(160)[1]
+    assert 0 < own < 3
+    expected, digest = rows_of(before, range(160, 166)), before.corpus.digest
+    for kind in ("data", "packed", "tokens"):
+        for folder in (own_cache / kind).iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
+    encoded = list[str]()
+    encode = parts.PartEncoder._write
+
+    def note(self: Any, folder: Path, part: parts.DataPart, limit: int | None) -> None:
+        encoded.extend(map(str, part.stamps))
+        encode(self, folder, part, limit)
+
+    monkeypatch.setattr(parts.PartEncoder, "_write", note)
+    stream = opened(plan)
+    assert torch.equal(rows_of(stream, range(160, 166)), expected) and stream.corpus.digest == digest
+    assert len(stream) == len(before) and stream.corpus.fingerprint == before.corpus.fingerprint
+    allowed = {name for window in before.corpus.windows[own : own + 2] for name in window}
+    assert encoded and {*encoded} <= allowed
+
+
+def test_a_run_that_was_stopped_before_a_window_goes_on_with_it(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop while the ranks wait for a window is saved before what the run keeps has it."""
+    plan, before = resumed(tmp_path, bpe, monkeypatch)
+    record = before.corpus.record()
+    pin_windows(plan.rundir, record | {"read": record["read"][:1]})
+    monkeypatch.setattr(type(plan.rundir), "checkpoint_steps", lambda _: [before.corpus.starts[1] // 8 + 1])
+    stream = opened(plan)
+    assert isinstance(stream, WindowStream) and [*stream.corpus.opened] == [1]
+
+
+def test_a_changed_file_of_a_window_that_was_read_is_refused(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, before = resumed(tmp_path, bpe, monkeypatch)
+    own = before.place(160)[1]
+    file = Path(next(iter(before.corpus.windows[own])))
+    file.write_text(file.read_text().replace("the ", "teh "))
+    with pytest.raises(RecipeError, match=f"window {own + 1} of 4, with {file}.: put that data back, or choose"):
+        opened(plan)
+
+
+def test_another_list_of_files_has_another_fingerprint(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, before = resumed(tmp_path, bpe, monkeypatch)
+    (tmp_path / "files" / "9.jsonl").write_text('{"text": "more"}\n')
+    stream = opened(plan)
+    assert stream.corpus.fingerprint != before.corpus.fingerprint
+    assert isinstance(stream, WindowStream) and [*stream.corpus.opened] == [0]
+
+
+def test_a_window_that_another_run_removes_is_prepared_again(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between the moment in which it is found and that in which its files are opened."""
+    from fsdptrain.data import windows
+
+    prepare, calls = windows.prepare, list[int]()
+
+    def removed_at_once(*arguments: Any) -> Any:
+        found = prepare(*arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            for part in found[0].corpus.tokens.files:
+                part.unlink()
+        return found
+
+    expected = rows_of(a_stream(tmp_path, bpe, data__window=2), range(8))
+    monkeypatch.setattr(windows, "prepare", removed_at_once)
+    assert torch.equal(rows_of(a_stream(tmp_path, bpe, data__window=2), range(8)), expected)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"data__packing": "none", "data__long_rows": "cut"}])
+def test_what_is_removed_can_be_read_on_and_leaves_nothing(
+    tmp_path: Path, bpe: str, own_cache: Path, changes: dict[str, Any]
+) -> None:
+    stream = a_stream(tmp_path, bpe, data__window=2, data__seq_len=32, **changes)
+    corpus, expected = stream.corpus.parts[0], rows_of(stream, range(8))
+    stream.corpus.leave([0])
+    left = [path for kind in ("data", "packed", "tokens") for path in (own_cache / kind).iterdir()]
+    assert not [path for path in left if path.suffix != ".lock"]
+    numbers = stream.at(range(8))
+    assert torch.equal(corpus.batch(numbers)["input_ids"], expected[0])
+    assert torch.equal(rows_of(stream, range(8)), expected)  # it is prepared again
+
+
+def test_a_run_without_windows_does_not_rely_on_what_they_remove(tmp_path: Path, bpe: str) -> None:
+    whole = opened(a_plan(tmp_path, bpe))
+    kept = {path for kind in ("data", "packed", "tokens") for path in cache_dir(kind).iterdir()}
+    stream = a_stream(tmp_path, bpe, data__window=2)
+    stream.corpus.leave([0])
+    assert all(path.exists() for path in kept)
+    assert torch.equal(rows_of(whole, range(8)), rows_of(opened(a_plan(tmp_path, bpe)), range(8)))
+
+
+def test_held_out_files_are_those_of_a_run_without_windows(tmp_path: Path, bpe: str) -> None:
+    held = write_files(tmp_path / "held", 1)
+    plan = a_plan(tmp_path, bpe, data__window=2, data__eval={"path": str(held)})
+    stream, numbers, corpus = open_stream(plan, load_tokenizer(plan, quiet), quiet)
+    _, expected, same = stream_of(write_recipe(tmp_path, model__tokenizer=bpe, data__path=str(tmp_path / "files"),
+                                               data__eval={"path": str(held)}))  # fmt: skip
+    assert numbers == expected and corpus.digest == same.digest and corpus.digest != stream.corpus.digest
+
+
+def test_prepare_makes_the_first_window_and_says_so(tmp_path: Path, bpe: str) -> None:
+    made = prepare_ahead(a_plan(tmp_path, bpe, data__window=3), quiet)
+    first, windows = of_first_window(a_plan(tmp_path, bpe, data__window=3))
+    rows = sum(len(Path(name).read_text().splitlines()) for name in windows[0])
+    assert made["rows"] == rows and [*windows[0]] == first.data_path
+    assert f"7 files in 3 windows of 3 (data.window); the first has {made['sequences']} sequences" in made["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"sources": [{"path": "a"}], "window": 2}}, "data.sources is not read in windows"),
+        ({"data__eval": {"fraction": 0.1}}, "name held-out files in data.eval.path"),
+        ({"data__drop_duplicates": True}, "data.drop_duplicates compares the rows of all data"),
+        ({"data__max_rows": 9}, "data.max_rows counts the rows of all data"),
+        ({"train__objective": "dpo", "data__format": "preference"}, "dpo computes the reference of all data first"),
+        ({"train__steps": None, "train__epochs": 1}, "train.epochs needs the number of all sequences"),
+        ({"model__tokenizer": {"train": 300}}, "train it before, and name its folder there"),
+        ({"data__path": "org/name"}, "a Hub data set has no files to read in windows"),
+    ],
+)
+def test_what_needs_all_data_is_refused(tmp_path: Path, bpe: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        a_plan(tmp_path, bpe, **{"data__window": 2, **changes})
+    [line] = [line for line in str(caught.value).splitlines() if "data.window" in line.partition(": ")[2][:20]]
+    assert message in line
