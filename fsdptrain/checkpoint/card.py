@@ -63,7 +63,7 @@ def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool
         "How to load it": _loading(is_adapter, what.runs_own_code),
         "Licence": LICENCE,
         "Results": "\n".join(_results(origin.step, newest)),
-        "Data": "\n".join(_data(plan, origin.identity, newest.get("start", {}))),
+        "Data": "\n".join(_data(plan, origin.identity, newest)),
         "Recipe": "```yaml\n" + "\n".join(_changed_keys(plan)) + "\n```",
         "Versions": ", ".join(f"{name} {version}" for name, version in _versions(plan).items()),
         "Files": "\n".join(["SHA-256 of the weights:", "", *_digests(sums)]),
@@ -103,10 +103,10 @@ def _loading(is_adapter: bool, runs_own_code: bool) -> str:
 
 
 def _newest(origin: Origin) -> dict[str, Record]:
-    """Return the newest start, step and evaluation of the run up to the step of the export."""
+    """Return the newest start, window, step and evaluation of the run up to the step of the export."""
     newest: dict[str, Record] = {}
     for record in Tail(origin.rundir.metrics, from_end=False).read():
-        if record["event"] in ("start", "step", "eval") and record.get("step", 0) <= origin.step:
+        if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= origin.step:
             newest[record["event"]] = record
     return newest
 
@@ -119,14 +119,16 @@ def _results(step: int, newest: dict[str, Record]) -> Iterator[str]:
             yield f"- {name} {found['loss']:.4f} (after step {found['step']:,})"
 
 
-def _data(plan: Plan, identity: dict[str, Any], start: Record) -> Iterator[str]:
+def _data(plan: Plan, identity: dict[str, Any], newest: dict[str, Record]) -> Iterator[str]:
     """Yield the data, without the folders of this machine, and the SHA-256 that a resume compares."""
     paths = {"trained on": (plan.data_path, DATA_KEY), "held out": (plan.eval_path, HELD_OUT_KEY)}
     for what, (path, key) in paths.items():
         names = [place if is_hub_data(place) else Path(place).name for place in places(path)]
         if names:
             yield f"- {what}: {', '.join(f'`{name}`' for name in names)}{_digest(identity, key)}"
-    if shares := shares_of(start):
+    if "window" in newest:
+        yield "- read in windows of files: the SHA-256 of what was trained on is that of their types and sizes"
+    if shares := shares_of(newest.get("start", {})):
         yield f"- shares of the tokens: {shares}"
     if plan.eval_path is None and plan.recipe.data.eval:
         yield f"- held out: {plan.recipe.data.eval['fraction']:g} of it"

@@ -126,8 +126,9 @@ FOREIGN_NAMES = {
     ),
     "data.sources: a list of {path: …, weight: …}": "mix_strategy interleave_probs",
     "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
+    "data.window: files are prepared and read some at a time": "streaming",
     _CACHE: (
-        "streaming dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "
+        "dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "
         "tokenized_path buffer_size dataloader_* remove_unused_columns"
     ),
     # fsdp

@@ -309,7 +309,7 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
 
 def _window_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between `data.window`, which is set, and what needs all of the data before the first step."""
-    data, model, train = recipe.data, recipe.model, recipe.train
+    data, model = recipe.data, recipe.model
     held_out = data.eval if isinstance(data.eval, dict) else {}
     trains_tokenizer = isinstance(model.tokenizer, dict)
     for is_set, fault in (
@@ -320,8 +320,10 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
         ),
         (data.drop_duplicates, "data.drop_duplicates compares the rows of all data: remove one of the two"),
         (data.max_rows is not None, "data.max_rows counts the rows of all data: name fewer files in data.path"),
-        (train.objective == "dpo", "train.objective: dpo computes the reference of all data first: remove this key"),
-        (train.steps is None, "train.epochs needs the number of all sequences: set train.steps"),
+        (
+            recipe.train.objective == "dpo",
+            "train.objective: dpo computes the reference of all data first: remove this key",
+        ),
         (trains_tokenizer, "model.tokenizer: {train} reads all data: train it before, and name its folder there"),
     ):
         if is_set:

@@ -197,6 +197,7 @@ class Data(SourceKeys):
         None,
         "prepare and read the files of `path` in groups of this many, drawn by `seed`, the next one while one is "
         "trained, and remove what was prepared of those before; null: all files before the first step",
+        needs="train.steps",
         at_least=1,
     )
     seq_len: int = key(2048, "tokens per sequence", at_least=8)

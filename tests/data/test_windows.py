@@ -305,7 +305,7 @@ def test_prepare_makes_the_first_window_and_says_so(tmp_path: Path, bpe: str) ->
         ({"data__drop_duplicates": True}, "data.drop_duplicates compares the rows of all data"),
         ({"data__max_rows": 9}, "data.max_rows counts the rows of all data"),
         ({"train__objective": "dpo", "data__format": "preference"}, "dpo computes the reference of all data first"),
-        ({"train__steps": None, "train__epochs": 1}, "train.epochs needs the number of all sequences"),
+        ({"train__steps": None, "train__epochs": 1}, "has no effect without train.steps: set train.steps"),
         ({"model__tokenizer": {"train": 300}}, "train it before, and name its folder there"),
         ({"data__path": "org/name"}, "a Hub data set has no files to read in windows"),
     ],

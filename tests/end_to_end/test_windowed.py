@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import Running, curve, differences, run_with, small_recipe
-from support import SHAKESPEARE, events, fsdptrain
+from support import SHAKESPEARE, events, fsdptrain, wait_for_step
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe
@@ -78,6 +78,7 @@ def test_ranks_enter_all_windows_and_leave_nothing_of_those_behind(whole: Path) 
     assert order == [1, 2, 3, 1] and {event["of"] for event in entered} == {3}
     start = events(whole / "run", "start")[0]
     assert any("6 files in 3 windows of 2 (data.window); the first has" in note for note in start["notes"])
+    assert "SHA-256 of what was trained on is that of their types" in (whole / "run/export/README.md").read_text()
     rows = rows_of_windows(whole / "recipe.yaml")
     left = sorted(prepared_rows(whole / "cache").values())
     current, following = order[-1] - 1, order[-1] % 3
@@ -143,14 +144,13 @@ def test_a_stop_while_the_ranks_wait_loses_no_step(whole: Path, corpus: Path, tm
     recipe = recipe_of(corpus, tmp_path)
     slow = {"where": ENCODES, "do": "sleep", "match": file_of(recipe, 1), "how": {"seconds": 600}}
     running = Running(recipe, slow, **cache_of(tmp_path))
-    progress = tmp_path / "run" / "logs" / "progress.jsonl"
-    while running.process.poll() is None and not (progress.exists() and "waiting for the next" in progress.read_text()):
-        time.sleep(0.1)
+    last = events(whole / "run", "window")[1]["step"] - 1  # of the first window
+    wait_for_step(tmp_path / "run", last)
+    time.sleep(1)  # now the ranks wait
     running.process.send_signal(signal.SIGTERM)
     done = running.wait()
     assert done.problems(75, "with a checkpoint") == []
-    trained = events(tmp_path / "run", "step")[-1]["step"]
-    assert events(tmp_path / "run", "save")[-1]["step"] == trained == events(whole / "run", "window")[1]["step"] - 1
+    assert [events(tmp_path / "run", kind)[-1]["step"] for kind in ("step", "save")] == [last, last]
     run(recipe)
     assert differences(tmp_path / "run", whole / "run") == []
 
