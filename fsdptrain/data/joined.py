@@ -49,8 +49,9 @@ class Joined:
 
     def __getitem__(self, wanted: slice) -> Array:
         start, stop, _ = wanted.indices(len(self))
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        if stop <= self.starts[min(first + 1, len(self.files))]:  # as all pieces of rows
+        # The last file also holds what is behind its end: nothing, which a last piece of one token predicts.
+        first = min(int(np.searchsorted(self.starts, start, side="right")), len(self.files)) - 1
+        if stop <= self.starts[first + 1]:  # as all pieces of rows
             begin = int(self.starts[first])
             return self._open(first)[start - begin : stop - begin]
         last = int(np.searchsorted(self.starts, stop))

@@ -241,6 +241,17 @@ def test_the_document_of_a_token_is_counted_by_pairs(bpe: Any, tmp_path: Path, p
     assert corpus.document() == pytest.approx(64, abs=2) if texts == 1 else corpus.document() < 50
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_last_piece_of_one_token_predicts_nothing(bpe: Any, tmp_path: Path, packing: str) -> None:
+    rows = [{"text": text} for text in SHAKESPEARE.read_text()[:4000].split("\n\n")[:20]]
+    tokens = corpus_from(tmp_path, bpe, rows[-1], seq_len=4096).notes["tokens"]
+    lengths = [length for length in range(8, 65) if (tokens - 1) % length == 0]
+    assert lengths, "choose another text"
+    for seq_len in lengths:
+        corpus = corpus_from(tmp_path, bpe, rows[-1], seq_len=seq_len, packing=packing)
+        assert len(corpus) == tokens // seq_len and int(corpus.pieces[:, 1].sum()) == tokens - 1
+
+
 def documents_by_token(corpus: Corpus) -> list[list[int | None]]:
     """Return the number of the document of each position, None for padding; a document begins where positions do."""
     found = []
