@@ -196,7 +196,9 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.soak
 def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
     logits, labels = torch.randn(16, 3000).bfloat16(), torch.arange(16)
-    _, [code] = run_and_get_code(lambda: loss.CompiledGradients()(logits, labels, 7, lambda x: x * 1))
+    _, [code] = run_and_get_code(
+        lambda: loss.CompiledGradients()(logits, labels, torch.full([16], 7.0), lambda x: x * 1)
+    )
     assert "(16, 1)" in code
     assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)
 
