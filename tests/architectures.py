@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 512
 SIZES = {  # the largest value that keys of these names keep
-    512: "vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size ngram_vocab_size_base "
-    "encoder_hash_byte_group_vocab max_source_positions max_target_positions",
+    512: "vocab_size unpadded_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size "
+    "ngram_vocab_size_base encoder_hash_byte_group_vocab max_source_positions max_target_positions",
     96: "intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size n_inner dim_ff dff d_inner "
     "feed_forward_size dense_intermediate_size intermediate_size_mlp shared_intermediate_size mlp_dim",
     64: "hidden_size d_model n_embd emb_dim dim_model embedding_size embedding_dim lru_width attention_hidden_size "

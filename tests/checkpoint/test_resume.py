@@ -123,8 +123,9 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
         optim__lr=1e-3, train__steps=4, train__global_batch_size=12, train__micro_batch_size=2,
     )  # fmt: skip
     variants = {name: [*f"optim.name={name}".split(), f"output_dir={tmp_path / name}"] for name in names}
-    words = {"recipe": str(recipe), "variants": variants, "steps": 4}
-    saved = on_ranks(2, "saved_optimizers", tmp_path / "2", 1800, at=2, **words)[0]
+    words = {"recipe": str(recipe), "steps": 4}
+    saved = on_ranks(2, "saved_optimizers", tmp_path / "2", 1800, at=2, variants=variants, **words)[0]
+    words["variants"] = {name: [*each, "train.micro_batch_size=1"] for name, each in variants.items()}
     others = {world: on_ranks(world, "resumes", tmp_path / str(world), 1800, **words)[0] for world in worlds}
     for name, found in saved.items():
         assert found["first"] == 2 and found["resumed"] == found["curve"][2:], name
