@@ -9,8 +9,9 @@ import logging
 import sys
 from pathlib import Path
 
-# peft imports bitsandbytes, which warns on some CPUs that a faster kernel for 4-bit weights is missing; none are used.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# peft imports what is installed, which warns of kernels that this machine does not have; none are used.
+for name in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
