@@ -49,7 +49,7 @@ class Joined:
 
     def __getitem__(self, wanted: slice) -> Array:
         start, stop, _ = wanted.indices(len(self))
-        # The last file also holds what is behind its end: nothing, which a last piece of one token predicts.
+        # A last piece of one token predicts the empty slice at the very end: it is of the last file.
         first = min(int(np.searchsorted(self.starts, start, side="right")), len(self.files)) - 1
         if stop <= self.starts[first + 1]:  # as all pieces of rows
             begin = int(self.starts[first])
