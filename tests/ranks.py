@@ -588,6 +588,17 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     return found
 
 
+def pairs_alone(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return of each variant the log-probability of every answer at the start; of a refused variant the message."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        try:
+            found[name] = build(recipe, overrides).stream.corpus.parts[0].reference.tolist()
+        except RecipeError as error:
+            found[name] = str(error)
+    return found
+
+
 def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`.
 

@@ -181,9 +181,10 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     if repeated := next((token for token in model.add_tokens if model.add_tokens.count(token) > 1), None):
         yield Problem(f"{value_text(repeated)} is listed twice: remove one of the two", "model.add_tokens")
     if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
+        apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
         yield Problem(
-            "flash_attention_2 supports packed documents only in micro-batches of one row: set "
-            "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa",
+            "flash_attention_2 supports several documents in a sequence only in micro-batches of one: set "
+            f"train.micro_batch_size=1{apart} or model.attn_implementation=sdpa",
             "model.attn_implementation",
         )
 
@@ -229,8 +230,8 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
 
 
 def one_row_if_packed(recipe: Recipe) -> bool:
-    """Return whether no micro-batch has several rows of packed documents: flash_attention_2 rejects them."""
-    return recipe.data.packing == "none" or recipe.train.micro_batch_size == 1
+    """Return whether no micro-batch has several rows of several documents: flash_attention_2 rejects them."""
+    return not recipe.documents_share_sequences or recipe.train.micro_batch_size == 1
 
 
 def _exists(path: str) -> bool:

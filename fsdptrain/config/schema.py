@@ -61,7 +61,7 @@ class Model:
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
         "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
-        "supports the model (cuDNN's on Hopper and Blackwell if data.packing is none); auto: that, else "
+        "supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto: that, else "
         "flash_attention_2 if it is installed and supports these batches, else sdpa (on a CPU in tiles if that is "
         "faster), else eager",
     )
@@ -701,3 +701,8 @@ class Recipe:
     export: Export = field(default_factory=Export)
     log: Log = field(default_factory=Log)
     launch: Launch = field(default_factory=Launch)
+
+    @property
+    def documents_share_sequences(self) -> bool:
+        """Whether a sequence may hold several documents: packed rows, or the two answers of a pair, never packed."""
+        return self.data.packing != "none" or self.train.objective == "dpo"

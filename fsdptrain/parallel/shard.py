@@ -69,8 +69,8 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()
-    else:
-        find_documents_without_waiting(recipe.data.packing != "none")
+    elif world.device.type == "cuda":  # a simulation chooses itself whether masks are built
+        find_documents_without_waiting(recipe.documents_share_sequences)
         if recipe.model.attn_implementation == "sdpa":
             varlen.avoid_wrong_kernel(recipe.data.seq_len)
     units = units_of(model, recipe.fsdp.wrap)

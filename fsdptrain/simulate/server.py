@@ -53,10 +53,10 @@ def estimate(
     notes = []
     plan = models.with_kernel(plan, hardware)
     # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
-    kernel = plan.recipe.model.attn_implementation
+    kernel, masked = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
     flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
-        plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+        plan, masked = varied(plan, {"model.attn_implementation": "sdpa"}), False
     card = hardware
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
@@ -73,7 +73,7 @@ def estimate(
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, models.config, pretend, hardware)
+    trace = simulate(plan, models.config, pretend, hardware, masked)
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
@@ -259,7 +259,7 @@ class Models:
             return plan
         recipe, cudnn, flash = plan.recipe, hardware.prefers_cudnn, hardware.has_flash
         key = (
-            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.data.packing,
+            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.documents_share_sequences,
             recipe.train.deterministic,
         )  # fmt: skip
         if key not in self._kernels:

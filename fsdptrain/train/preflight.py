@@ -260,7 +260,7 @@ def check_forward(plan: Plan, bare: PreTrainedModel) -> None:
 def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
     """Raise RecipeError unless every document is computed as if it were alone: without padding, without others."""
     recipe, name = plan.recipe, type(bare).__name__
-    seq_len, packed = recipe.data.seq_len, recipe.data.packing != "none"
+    seq_len, together = recipe.data.seq_len, recipe.documents_share_sequences
     # flash and flex attention may need a GPU. They tell documents apart by the same position ids as the others do.
     if recipe.model.attn_implementation in ("eager", "sdpa"):
         model = copy.deepcopy(bare)
@@ -270,34 +270,43 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     short, long = [0, 1, 2], [0, 1, seq_len - 1]
     threshold = longrope_threshold(config, seq_len)
     padding = [0, 0] if threshold else [3, seq_len - 1]
-    beside = [[*long, *short, *padding] if packed else [*short, *padding]]
+    beside = [[*long, *short, *padding] if together else [*short, *padding]]
     if recipe.train.micro_batch_size > 1 or plan.context > 1:
         beside.append([*range(len(beside[0]) - 1), seq_len - 1])
     # Compare the short document alone with itself before padding, after another one, and beside longer positions.
     try:
         probe = Probe(model)
         causal = probe.same([[*short, *padding]], slice(0, 3))
-        apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6), packed)
-        alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3), packed)
+        apart = not together or probe.same([[*short, *short, *padding]], slice(3, 6), together)
+        alone = probe.same(beside, slice(3, 6) if together else slice(0, 3), together)
     except Exception as error:  # an architecture's own code may raise anything
         raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None
     if not causal:
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
+    pairs = recipe.train.objective == "dpo"  # not even data.packing=none puts their answers into sequences of their own
     if not apart:
+        way_out = "use another model, or learn the chosen answers alone, with train.objective=next_token"
         raise RecipeError(
-            f"data.packing: {recipe.data.packing} would let the documents of a sequence attend to one another, because "
-            f"{why_together(name, probe)}: use data.packing=none"
+            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because "
+            f"{why_together(name, probe)}: {way_out if pairs else 'use data.packing=none'}"
         )
     if missing := missing_kernels(plan, bare) if torch.cuda.is_available() else None:
-        raise RecipeError(f"{missing}: install them, or use data.packing=none")
+        raise RecipeError(f"{missing}: install them{'' if pairs else ', or use data.packing=none'}")
     if not alone:
         length, way_out = (
             (f"above {threshold}", f"={threshold}") if threshold else (f"at {seq_len}", " of fewer tokens")
         )
         raise RecipeError(
             f"data.seq_len: {length} tokens the rotary frequencies of {name} depend on the longest position in the "
-            f"micro-batch: use data.seq_len{way_out}, or data.packing=none with train.micro_batch_size=1"
+            f"micro-batch: use data.seq_len{way_out}"
+            f"{'' if pairs else ', or data.packing=none with train.micro_batch_size=1'}"
         )
+
+
+def why_shared(plan: Plan) -> str:
+    """Return the key and value by which several documents may share a sequence."""
+    pairs = plan.recipe.train.objective == "dpo"
+    return "train.objective: dpo" if pairs else f"data.packing: {plan.recipe.data.packing}"
 
 
 def why_together(name: str, probe: Probe) -> str:
@@ -308,21 +317,20 @@ def why_together(name: str, probe: Probe) -> str:
     if kernels and not probe.bounds_reach_recurrences():
         names = sorted({kernel.name for kernel in kernels})
         return f"{name} in transformers {transformers.__version__} passes no bounds of documents on to {listed(names)}"
-    return f"{name} ignores position ids"
+    return f"{name} does not tell documents apart by their position ids"
 
 
 def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
-    """Return which kernels packed documents need on a GPU that are not installed here, None if there are none.
+    """Return which kernels documents of one sequence need on a GPU that are not here, None if there are none.
 
     In torch alone the host would wait for the bounds of the documents, and compute one document after another.
     """
-    packing = plan.recipe.data.packing
-    if plan.topology.device != "cuda" or packing == "none":
+    if plan.topology.device != "cuda" or not plan.recipe.documents_share_sequences:
         return None
     needed = sorted({kernel.distribution for kernel in accept_documents(bare) if not kernel.usable})
     if not needed:
         return None
-    return f"data.packing: {packing} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
+    return f"{why_shared(plan)} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
 
 
 def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:

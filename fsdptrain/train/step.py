@@ -115,7 +115,7 @@ class Engine:
         self._checked = False
         pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
         self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
-        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
+        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.documents_share_sequences
 
     def step(
         self, step: int, batches: Sequence[Batch], divisor: int, lr: float, stop: bool = False, data_s: float = 0.0

@@ -155,9 +155,12 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
     flash = "model.attn_implementation=flash_attention_2"
     [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2")
     assert problem.field == "model.attn_implementation" and "set train.micro_batch_size=1" in problem.message
+    pairs = ["data.format=preference", "train.objective=dpo", "data.packing=none"]
+    [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2", *pairs)
+    assert "set train.micro_batch_size=1 or model" in problem.message, "data.packing=none would not be a way out"
     for allowed in (["train.micro_batch_size=1"], ["train.micro_batch_size=2", "data.packing=none"]):
         plan = make_plan(read(tmp_path, BASE, flash, *allowed), Topology("cuda", 1, 2))
-        assert micro_batches(plan) == ([1] if plan.recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
+        assert micro_batches(plan) == ([1] if plan.recipe.documents_share_sequences else [1, 2, 4, 8, 16, 32])
 
 
 def test_an_empty_list_and_null_have_ways_out(tmp_path: Path) -> None:

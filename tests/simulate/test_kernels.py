@@ -125,6 +125,10 @@ def _check_step_on_hopper(folder: Path) -> None:
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
     assert estimate(plan, models, H100, True).attention == "cuDNN"
+    pairs = varied(plan, {"data.format": "preference", "train.objective": "dpo", "model.attn_implementation": "auto"})
+    for kernel in ("auto", "flash_attention_2"):  # which need no mask for the answers of a pair
+        named = varied(pairs, {"model.attn_implementation": kernel})
+        assert estimate(named, models, H100, True).attention == "FlashAttention 2"
     _check_rates(plan, models)
     if hasattr(FSDPModule, "set_symm_mem_for_comm"):  # since torch 2.13
         _check_keys_of_nccl(plan, models)

@@ -37,7 +37,7 @@ from fsdptrain.train.step import Engine
 
 def on_real(plan: Plan) -> int:
     """Return the CPU allocator's peak in a step on real tensors, by torch's profiler; only the ranks are fake."""
-    packed = plan.recipe.data.packing != "none"
+    packed = plan.recipe.documents_share_sequences
     with fake_tensor_patches(packed, Recorder.unrecorded), pretend_world(plan, torch.device(HOST)) as world:
         engine, _ = simulate.make_engine(plan, config_of(plan), world)
         step(engine, plan, packed)  # so that the profiled step is not the first one

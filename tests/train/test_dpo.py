@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
-from support import SHAKESPEARE, TINY, on_ranks, strategies, write_recipe
+from support import TINY, on_ranks, strategies, write_pairs, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.folder.rundir import RunDir
@@ -21,16 +20,6 @@ from fsdptrain.train import reference
 STEPS, BATCH, LR = 4, 8, 1e-3
 LIMITS = np.array([1e-6, 1e-5, 1e-6, 1e-6, 2e-6, 1e-9])  # in float32, relative to the larger of the value and 1
 ALL_KEYS = ["train.dpo.beta=0.5", "train.dpo.label_smoothing=0.1", "train.dpo.sft_weight=0.3"]
-
-
-def write_pairs(path: Path, count: int = 150) -> None:
-    """Write pairs of very different lengths: the next lines of a speech, and the words of other lines."""
-    speeches = [each.split("\n") for each in SHAKESPEARE.read_text().split("\n\n")]
-    speeches = [lines for lines in speeches if len(lines) > 2][: 2 * count]
-    with path.open("w") as file:
-        for (name, first, *rest), (_, other, *_) in zip(speeches[::2], speeches[1::2], strict=True):
-            wrong = " ".join(reversed(other.split()))
-            file.write(json.dumps({"prompt": f"{name}\n{first}\n", "chosen": rest[0], "rejected": wrong}) + "\n")
 
 
 @pytest.fixture(scope="module")
