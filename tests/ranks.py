@@ -144,6 +144,22 @@ def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict
     return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
 
 
+def first_steps(recipe: str, variants: dict[str, list[str]], shifts: dict[str, float]) -> dict[str, str]:
+    """Make the first step of each variant, after its reference was shifted; return what it raises, or an empty text."""
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, [*overrides, f"name={name}"])
+        for part in run.stream.corpus.parts:
+            part.reference[:] += shifts.get(name, 0.0)
+        try:
+            run.step(0)
+            found[name] = ""
+        except CheckpointError as error:
+            found[name] = str(error)
+        run.prefetch.close()
+    return found
+
+
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}

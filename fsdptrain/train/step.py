@@ -205,6 +205,12 @@ class Engine:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
+    def has_drawn(self, step: int) -> bool:
+        """Return whether a step that was just queued has drawn random numbers, as dropout does."""
+        drawn = self.world.random_state()
+        self.seed(step)
+        return drawn != self.world.random_state()
+
     def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
 

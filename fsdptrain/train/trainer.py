@@ -31,7 +31,7 @@ from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
-from fsdptrain.train.reference import with_reference
+from fsdptrain.train.reference import check_first_step, with_reference
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -58,11 +58,15 @@ LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come."""
+    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come.
+
+    `is_reference`: preferences were compared with the reference while the model still was that.
+    """
 
     inputs: StepInputs
     lr: float
     queued: QueuedStep
+    is_reference: bool = False
 
 
 @dataclass
@@ -251,7 +255,10 @@ class Trainer:
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         stop = bool(self.session.stop.count)
-        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s))
+        queued = self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s)
+        # Dropout would make another model of it.
+        is_reference = step == 0 and recipe.train.objective == "dpo" and not self.engine.has_drawn(step)
+        return MadeStep(inputs, lr, queued, is_reference)
 
     def read_steps(self, keep: int = 0) -> bool:
         """Wait for the queued steps, except the newest `keep`, and report them.
@@ -275,6 +282,8 @@ class Trainer:
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
         self.session.watchdog.reset(step_done=True)
+        if made.is_reference:
+            check_first_step(self.plan, stats, made.inputs.label_tokens / (2 * made.inputs.divisor))
         if not math.isfinite(stats.grad_norm):
             what = f"the gradient overflows float16 with a loss scale of {stats.loss_scale:g}, which is halved"
             self.reporter.event("skip", step=made.inputs.step + 1, what=f"step {made.inputs.step + 1}: {what}")
