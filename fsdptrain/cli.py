@@ -182,6 +182,10 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be a file name in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
         ) from None
+    except Exception as error:
+        if is_disk_full(error):  # of a library in Rust
+            raise disk_full_error(error) from None
+        raise
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ the terminal shows the message of the rank that failed, and the shell gets the r
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ MAX_MESSAGE_CHARS = 8000  # of a message or a traceback that is sent to another 
 MAX_LISTED = 30  # names that a message lists before it says how many more there are
 HUB_UNREACHABLE = "the Hub cannot be reached"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
+# In messages of Python and of Rust, whose libraries (tokenizers, safetensors) raise classes of their own.
+DISK_FULL = re.compile(rf"(?:Errno|os error|code:) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
 class FsdptrainError(Exception):
@@ -167,8 +170,10 @@ def to_record(error: BaseException) -> dict[str, str]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error is a failed write because the disk or the user's quota is full."""
-    return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+    """Return whether an error of the system or of a library is a failed write because the disk or a quota is full."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in DISK_FULL_ERRNOS
+    return not isinstance(error, FsdptrainError) and bool(DISK_FULL.search(str(error)))
 
 
 def disk_full_error(error: BaseException) -> CheckpointError:

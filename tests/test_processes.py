@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import FaultTable
@@ -25,7 +26,7 @@ from fsdptrain import processes
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
-from fsdptrain.errors import DataError, Stopped
+from fsdptrain.errors import CheckpointError, DataError, Stopped
 from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
 
@@ -135,6 +136,21 @@ def test_a_scratch_folder_that_another_process_finds_before_it_is_locked_is_not_
     with scratch_folder() as mine:
         assert mine.parent == found[1]
     os.close(held)
+
+
+@pytest.mark.parametrize(
+    "message", ["No space left on device (os error 28)", 'IoError(Os { code: 28, kind: StorageFull, message: "…" })']
+)
+def test_a_library_that_finds_the_disk_of_temporary_files_full_names_it(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tokenizers and safetensors, in Rust, raise no OSError and name no file."""
+    with pytest.raises(RuntimeError, match="28"), scratch_folder():
+        raise RuntimeError(message)  # of another disk
+    monkeypatch.setattr(tempfile, "TemporaryFile", MagicMock(side_effect=OSError(28, "No space left on device")))
+    named = f"in {tempfile.gettempdir()}, for temporary files: .* set TMPDIR"
+    with pytest.raises(CheckpointError, match=named), scratch_folder():
+        raise RuntimeError(message)
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])

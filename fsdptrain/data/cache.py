@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
-from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk_full
+from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line, is_disk_full
 from fsdptrain.folder.files import NOTHING_THERE, system_errors
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
@@ -110,11 +110,12 @@ def full_disk_errors(folder: Path) -> Iterator[None]:
     """Raise CheckpointError, with the way out, when the disk of a folder of the cache fills up inside."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         if not is_disk_full(error):
             raise
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise CheckpointError(
-            f"no space: {error.strerror} on {socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
+            f"no space: {reason} on {socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
         ) from None
 
 

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import itertools
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.events import Progress
+from fsdptrain.folder.files import scratch_folder
 from fsdptrain.plan.plan import Plan
 
 END_OF_TEXT = "<|endoftext|>"
@@ -145,7 +145,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _serialized(tokenizer: Any) -> str:
     """Return all files of a tokenizer written in Python as one text: its vocabulary, merges and settings."""
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
+    with scratch_folder() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
         return "\0".join(f"{file.name}\0{file.read_bytes().hex()}" for file in files)

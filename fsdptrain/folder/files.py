@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import StorageError, first_line
+from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_full
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
 SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
@@ -148,24 +148,54 @@ def scratch_folder() -> Iterator[Path]:
     prefix = f"{SCRATCH}{socket.gethostname()}-"  # a lock may not reach the other hosts that share the place
     for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         _remove_unless_locked(left)
-    descriptor = None
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
-        try:
-            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
-                break  # else another process has found it before it was locked, and will remove it
-        except FileNotFoundError:  # and here has removed it
-            continue
-        except OSError:  # this file system has no locks, so no process finds it unlocked
-            break
+    with full_tmpdir_errors():
+        folder, descriptor = _locked_folder(prefix)
     try:
-        content = folder / "content"
-        content.mkdir()
-        yield content
+        with full_tmpdir_errors():
+            content = folder / "content"
+            content.mkdir()
+            yield content
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _locked_folder(prefix: str) -> tuple[Path, int | None]:
+    """Make a temporary folder and lock it; return it, and the descriptor of its lock, if there is one."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
+            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
+                return folder, descriptor  # else another process found it before it was locked, and will remove it
+        except FileNotFoundError:  # and here has removed it
+            continue
+        except OSError:  # this file system has no locks, so no process finds it unlocked
+            return folder, None
+
+
+@contextlib.contextmanager
+def full_tmpdir_errors() -> Iterator[None]:
+    """Raise CheckpointError for a write inside that fails because the disk of temporary files is full."""
+    try:
+        yield
+    except Exception as error:
+        # An error may not say which file could not be written: another one would fail, too.
+        if is_disk_full(error) and _tmpdir_is_full():
+            raise CheckpointError(
+                f"no space: {first_line(error)} on {socket.gethostname()} in {tempfile.gettempdir()}, for temporary "
+                "files: free some, or set TMPDIR to a folder on another disk"
+            ) from error
+        raise
+
+
+def _tmpdir_is_full() -> bool:
+    try:
+        with tempfile.TemporaryFile() as probe:
+            probe.write(bytes(2**16))
+    except OSError as error:
+        return is_disk_full(error)
+    return False
 
 
 def _remove_unless_locked(scratch: Path) -> None:

@@ -232,6 +232,7 @@ class Attempt:
         self._tails = (Tail(self.rundir.metrics), Tail(self.rundir.progress))
         self._started = time.monotonic()
         self._refusal: dict[str, str] = {}  # of another node, before they met
+        self._errors: dict[int, Record] = {}  # by rank, the first that it has written as an event
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
 
@@ -318,6 +319,8 @@ class Attempt:
                 records += tail.read()
         for record in sorted(records, key=lambda record: float(record["at"])):
             if self._met:
+                if record["event"] == "error" and "rank" in record:
+                    self._errors.setdefault(record["rank"], record)
                 self.screen.show(record)
             else:
                 self._note_other(record)
@@ -431,7 +434,9 @@ class Attempt:
         # Ctrl-C to the agent, too, in the moment before it has a session of its own.
         unprepared = self.stop.count and (-code in STOP_SIGNALS or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
-            raise explain(cause, self.rundir, self._when(), hosts)
+            # Where the disk of temporary files is full, the agent has no record.
+            record = cause.get("record") or self._errors.get(cause["rank"])
+            raise explain({**cause, "record": record}, self.rundir, self._when(), hosts)
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
