@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, str_to_torch_dtype
 
+from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.data.hub import recipe_errors, safetensors_files, same_values
 from fsdptrain.errors import RecipeError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
-from fsdptrain.model.peft import without_adapters
+from fsdptrain.model.peft import copies_of_base, saved_names, without_adapters
 from fsdptrain.model.skeleton import config_parts
 from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
@@ -234,6 +236,27 @@ def _untied(bare: Any, plan: Plan, files: list[str]) -> list[str]:
             dtype = getattr(torch, plan.recipe.model.dtype)
             apart += [name for name in others if not same_values(stored[first], stored[name], dtype)]
     return apart
+
+
+def check_copies(trained: Any, bare: Any, plan: Plan, files: list[str]) -> None:
+    """Raise RecipeError if the adapter to continue from has copies of weights of its base that differ from the files.
+
+    `trained` and `bare` are skeletons with and without the adapter.
+    """
+    path = Path(str(plan.recipe.adapter.from_)) / ADAPTER_WEIGHTS
+    expected, aliases = saved_names(trained).values(), _aliases(bare)
+    with _opened(files) as slices, _opened([str(path)]) as copied:
+        stored = {name: slices[key] for key, name in _loaded_names(bare, list(slices)).items()}
+        for key, name in copies_of_base(trained, copied.keys() - expected).items():
+            original = next((stored[each] for each in aliases.get(name, [name]) if each in stored), None)
+            if original is None:
+                continue  # which `check_weights` reports
+            dtypes = [str_to_torch_dtype[each.get_dtype()] for each in (copied[key], original)]
+            if not same_values(copied[key], original, min(dtypes, key=lambda dtype: dtype.itemsize)):
+                raise RecipeError(
+                    f"adapter.from: {path} has a copy of the base's {name}, whose values differ from those in "
+                    f"{plan.recipe.model.id}: name the base with these values in model.id"
+                )
 
 
 @contextlib.contextmanager

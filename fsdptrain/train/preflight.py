@@ -33,7 +33,7 @@ from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
-from fsdptrain.model.weights import check_weights, fit_config, place_buffers
+from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
@@ -183,6 +183,8 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, f
             )
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
+            if files:
+                check_copies(trained, bare, plan, files)
     with _collected(problems):
         check_beside_text(trained)
     with _collected(problems):
