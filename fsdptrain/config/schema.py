@@ -49,6 +49,12 @@ class Model:
         "which are at first the mean of the others (random if the model is)",
     )
     config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
+    ignore_weights: list[str] = key(
+        [],
+        "tensors of the files that the architecture does not know, by name or pattern (`*` matches any characters), "
+        "which are neither trained nor exported",
+        needs="model.id",
+    )
     init: Literal["pretrained", "random"] = key(
         "pretrained", "pretrained: load the weights; random: draw them from `seed`"
     )

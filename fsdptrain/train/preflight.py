@@ -33,7 +33,7 @@ from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
-from fsdptrain.model.weights import check_weights, place_buffers
+from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
@@ -49,7 +49,9 @@ class PreparedModel:
     """A model that can be trained: the plan with an attention kernel chosen, configuration, skeletons and units.
 
     `bare` is the model as its files describe it; `trained` has the recipe's adapters, and what is frozen is marked so.
-    Without adapters and frozen weights they are the same. The units are those of `trained`.
+    Without adapters and frozen weights they are the same. The units are those of `trained`. Of files of weights on this
+    machine `carried` are the tensors that are exported as they are, and `notes` say how they differ from the
+    configuration.
     """
 
     plan: Plan
@@ -57,6 +59,8 @@ class PreparedModel:
     bare: PreTrainedModel
     trained: PreTrainedModel
     units: list[Unit]
+    carried: list[str]
+    notes: list[str]
 
     @property
     def weights(self) -> list[Weight]:
@@ -83,6 +87,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
     """Return what is worth knowing about a model that can be trained, before a run and in a dry run."""
     plan = ready.plan
     found = (
+        *ready.notes,
         slow_dtype_note(plan),
         unquantised_note(ready.trained, plan.recipe),
         mask_note(plan, ready.bare),
@@ -104,17 +109,20 @@ def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
     )
 
 
-def prepare_model(plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None = None) -> PreparedModel:
+def prepare_model(
+    plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None = None, files: list[str] | None = None
+) -> PreparedModel:
     """Build the skeleton of the plan's model, and check that it can be trained.
 
-    `vocab_size` is that of the tokenizer, None if it is unknown; `prefers_cudnn` is as in `choose_attention`. Raises
-    one RecipeError for all problems.
+    `vocab_size` is that of the tokenizer, None if it is unknown; `prefers_cudnn` is as in `choose_attention`; `files`
+    are those of the weights, by default if `model.id` is a folder: a dry run downloads nothing. Raises one RecipeError
+    for all problems.
     """
     config = load_config(plan, vocab_size)
     available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
     with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
         check_size(plan, config, available)
-    return _prepare(plan, config, prefers_cudnn)
+    return _prepare(plan, config, prefers_cudnn, files or [])
 
 
 SKELETONS = 3  # at the same time: the model as its files describe it, with adapters, and in a probe
@@ -156,10 +164,17 @@ def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
     return SKELETONS * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
 
 
-def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -> PreparedModel:
-    """Do what `prepare_model` does with a configuration."""
+def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, files: list[str]) -> PreparedModel:
+    """Do what `prepare_model` does with a configuration, which is changed where the files of the weights differ."""
     plan, bare = choose_attention(plan, config, prefers_cudnn)
     problems: list[Problem] = []
+    carried: list[str] = []
+    notes: list[str] = []
+    with _collected(problems):
+        if plan.pretrained and not files and Path(str(plan.recipe.model.id)).is_dir():
+            files = safetensors_files(plan)
+        if files and (notes := fit_config(config, bare, plan, files)):
+            plan, bare = choose_attention(plan, config, prefers_cudnn)
     trained = bare
     with _collected(problems):
         if plan.freezes:
@@ -168,6 +183,8 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
             )
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
+            if files:
+                check_copies(trained, bare, plan, files)
     with _collected(problems):
         check_beside_text(trained)
     with _collected(problems):
@@ -188,12 +205,13 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
         check_documents(plan, config, bare)
     with _collected(problems):
         check_buffers(plan, config, bare)
-    if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
-        with _collected(problems):
-            check_weights(bare, plan, safetensors_files(plan))
+    with _collected(problems):
+        if files:
+            names = check_weights(bare, plan, files)
+            carried, notes = names.carried, [*notes, *names.notes]
     if problems:
         raise RecipeError(problems)
-    return PreparedModel(plan, config, bare, trained, units)
+    return PreparedModel(plan, config, bare, trained, units, carried, notes)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ model:
   tokenizer: null
   add_tokens: []
   config: {}
+  ignore_weights: []
   init: pretrained
   dtype: float32
   trainable: []
