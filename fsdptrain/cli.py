@@ -120,6 +120,7 @@ def main() -> None:
     if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
         os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cross those of this command
     try:
         with _os_errors_as_fsdptrain_errors():
             app()
@@ -152,7 +153,7 @@ def _next_command(*words: object) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(json_safe(value), indent=2))
+    print(json.dumps(json_safe(value), indent=2).replace("\x7f", "\\u007f"))  # the only control character in it
 
 
 def _own_name() -> str:
@@ -409,11 +410,10 @@ def _exit_at_once(code: int) -> NoReturn:
 
 def _screen_beside_result() -> Screen:
     """Return a screen on standard error, because standard output is for the result."""
-    from rich.console import Console
-
+    from fsdptrain.terminal.page import Terminal
     from fsdptrain.terminal.screen import Screen
 
-    return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
+    return Screen(Terminal(stderr=True))
 
 
 @app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
