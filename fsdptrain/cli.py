@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -31,7 +30,7 @@ from fsdptrain.errors import (
     first_line,
     is_disk_full,
 )
-from fsdptrain.folder.files import scratch_folder, shipped, system_reason
+from fsdptrain.folder.files import scratch_folder, shipped, system_reason, write_atomically
 from fsdptrain.folder.records import json_safe
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
@@ -120,6 +119,7 @@ def main() -> None:
     if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
         os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cross those of this command
     try:
         with _os_errors_as_fsdptrain_errors():
             app()
@@ -152,7 +152,7 @@ def _next_command(*words: object) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(json_safe(value), indent=2))
+    print(json.dumps(json_safe(value), indent=2).replace("\x7f", "\\u007f"))  # the only control character in it
 
 
 def _own_name() -> str:
@@ -203,7 +203,7 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
         raise
     except Exception as error:
         record = rundir.logs / "defect.txt"
-        record.write_text(traceback.format_exc(), encoding="utf-8")
+        write_atomically(record, traceback.format_exc())
         raise FsdptrainError(f"internal error: {error!r} (please report it; traceback: {record})") from error
 
 
@@ -413,11 +413,10 @@ def _exit_at_once(code: int) -> NoReturn:
 
 def _screen_beside_result() -> Screen:
     """Return a screen on standard error, because standard output is for the result."""
-    from rich.console import Console
-
+    from fsdptrain.terminal.page import Terminal
     from fsdptrain.terminal.screen import Screen
 
-    return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
+    return Screen(Terminal(stderr=True))
 
 
 @app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
@@ -801,7 +800,7 @@ def init(
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
-    if dest.exists():
+    if os.path.lexists(dest):
         raise RecipeError(f"{dest} exists already and is not overwritten")
     if foreign:
         if data or model is not None or hardware is not None:
@@ -809,7 +808,7 @@ def init(
         from fsdptrain.config.convert import convert
 
         done = convert([_expanded_path(path) for path in foreign], dest)
-        _write_recipe(dest, done.text)
+        _write_new(dest, done.text)
         said = [*done.report(), "", f"{dest}\n{_next_command('validate', dest)}"]
         print(wrapped_for("\n".join(said), sys.stdout))
         return
@@ -825,12 +824,12 @@ def init(
     if proposal.text is None:
         _print_problems(proposal.outcome.problems)
         sys.exit(proposal.outcome.exit_code)
-    _write_recipe(dest, proposal.text)
+    _write_new(dest, proposal.text)
     show_proposal(proposal, Page())
     print(f"\n{dest}\n{_next_command('validate', dest)}")
 
 
-def _write_recipe(dest: Path, text: str) -> None:
+def _write_new(dest: Path, text: str) -> None:
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
@@ -879,13 +878,11 @@ def copy_recipe(
     for path in data.iterdir() if data.is_dir() else ():
         if f"data/{path.name}" in source.read_text(encoding="utf-8"):
             copies[path] = dest.parent / "data" / path.name
-    existing = [str(path) for path in copies.values() if path.exists()]
+    existing = [str(path) for path in copies.values() if os.path.lexists(path)]
     if existing:
         raise RecipeError(f"exists already and is not overwritten: {', '.join(existing)}")
     for path, target in copies.items():
-        with _write_errors_as_recipe_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        _write_new(target, path.read_text(encoding="utf-8"))
         print(target)
 
 

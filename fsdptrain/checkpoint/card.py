@@ -24,6 +24,7 @@ from fsdptrain.folder.records import Record, Tail, shares_of
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model.config import announced_mtp
 from fsdptrain.plan.plan import HubData, Plan
+from fsdptrain.text import printable
 
 LICENCE = "TODO: choose a licence that those of the base model and the data allow, and add `license:` at the top."
 
@@ -70,7 +71,8 @@ def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool
         "Files": "\n".join(["SHA-256 of the weights:", "", *_digests(sums)]),
     }
     text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}\n\n{text}\n")
+    head = f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}"
+    return ModelCard(printable(f"{head}\n\n{text}\n"))
 
 
 def _published(name: str | None) -> str | None:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line, is_disk_full
-from fsdptrain.folder.files import NOTHING_THERE, system_errors
+from fsdptrain.folder.files import NOTHING_THERE, system_errors, write_atomically
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
 READ_BYTES = 2**24  # bytes of a file that are read at a time
@@ -168,7 +168,7 @@ def is_intact(folder: Path, read_much: bool = True, little: int = QUICKLY_READ) 
         return False
     if much and not compared:
         with contextlib.suppress(OSError):  # a folder of another user: it is read every time
-            (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
+            write_atomically(folder / COMPARED_FILE, json.dumps(states))
     return all(is_intact(folder.parent.parent / name, read_much, little_part(len(parts))) for name in parts)
 
 
@@ -189,7 +189,7 @@ def _states(folder: Path) -> dict[str, list[int]]:
     """Return inode, bytes, and when content and status were changed in ns, of every file: no write leaves all."""
     found = {}
     for file in folder.iterdir():
-        if file.name not in (CHECKSUM_FILE, COMPARED_FILE):
+        if file.name not in (CHECKSUM_FILE, COMPARED_FILE) and file.suffix != ".tmp":
             status = file.stat()
             found[file.name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return found

@@ -7,13 +7,14 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_full
 
@@ -72,11 +73,32 @@ def read_if_there(path: Path) -> bytes | None:
     return None
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.
+
+    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed.
+    """
+    temporary = path.with_name(f".fsdptrain-{secrets.token_hex(8)}.tmp")
+    with temporary.open("xb") as file:
+        try:
+            yield file
+            file.close()
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file and rename it into place, so that readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    """Write a file as `replaced` does."""
+    with replaced(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a file to which lines are added, which is created if it is missing; a link raises OSError."""
+    return open(path, "a", 1, "utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def shipped(*parts: str) -> Path:
@@ -128,7 +150,7 @@ def try_lock(path: Path) -> int | None:
     The content stays. The lock lasts until the descriptor is closed, also by the end of this process.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(descriptor, path):

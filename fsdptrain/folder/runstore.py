@@ -26,7 +26,7 @@ from typing import Any
 
 from fsdptrain.errors import CheckpointError, RunLost, Stopped, StorageError
 from fsdptrain.folder.events import Progress
-from fsdptrain.folder.files import read_if_there, set_aside, write_atomically
+from fsdptrain.folder.files import read_if_there, replaced, set_aside, write_atomically
 from fsdptrain.folder.ownership import WEIGHTS, Stamps, file_stamps, read_export_record, write_mark
 from fsdptrain.folder.records import json_object
 from fsdptrain.folder.rundir import RunDir
@@ -168,11 +168,10 @@ class RunStore:
         def copy(name: str) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            source, scratch = self.root / name, target.with_name(f".{target.name}.tmp")
-            with store_errors(source):
-                source.fs.get_file(source.key, str(scratch))
-            os.utime(scratch, (0, 0))
-            scratch.replace(target)
+            source = self.root / name
+            with replaced(target) as file, store_errors(source):
+                source.fs.get_file(source.key, file.name)
+                os.utime(file.name, (0, 0))
 
         wanted = [name for name in self._listed() if _is_copied(name) and name.split("/")[0] in names]
         _all(copy, [name for name in wanted if not name.startswith("logs/attempts/")])

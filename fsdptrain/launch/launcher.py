@@ -40,6 +40,7 @@ from fsdptrain.errors import (
     from_record,
 )
 from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
 from fsdptrain.folder.runstore import EXPORT, RunStore
@@ -243,7 +244,7 @@ class Attempt:
         read, write = os.pipe()
         with (
             os.fdopen(read, "rb") as pipe,
-            self.rundir.launcher_log.open("ab") as log,
+            open_to_append(self.rundir.launcher_log) as log,
             ThreadPoolExecutor(1) as reader,  # reads while the agent runs: a pipe holds 64 KiB, then its writer waits
         ):
             agent = subprocess.Popen(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdptrain.config.paths import working_folder
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.records import Tail
 from fsdptrain.folder.rundir import RunDir
 
@@ -51,7 +52,7 @@ def main() -> None:
         errors = errors_since(rundir, float(since))
         verdict = judge(int(code), errors, step, list(Tail(notes, from_end=False).read()))
         if verdict.worth_it:
-            with notes.open("a", encoding="utf-8") as stream:
+            with open_to_append(notes) as stream:
                 stream.write(
                     json.dumps({"event": "requeue", "at": time.time(), "step": step, "cause": verdict.cause}) + "\n"
                 )

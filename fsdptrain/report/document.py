@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
@@ -24,8 +23,9 @@ from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
+from fsdptrain.terminal.page import Terminal
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import NO_BREAK_SPACE, counted, duration, rate, size
+from fsdptrain.text import NO_BREAK_SPACE, counted, duration, printable, rate, size
 
 MAX_ROWS = 60  # of a time line, half of them the newest
 MAX_SAMPLES = 10  # evaluations, the newest, whose samples are shown
@@ -107,7 +107,9 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-    return SECRET.sub("(hidden: it looks like a secret)", rendered)  # no recipe has one, but an error may repeat one
+    return SECRET.sub(
+        "(hidden: it looks like a secret)", printable(rendered)
+    )  # no recipe has one, but an error may repeat one
 
 
 Cell = tuple[str, str]  # a value and a remark
@@ -184,7 +186,7 @@ def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
 
 def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
     """Yield each event of the time line with what the terminal says of it."""
-    screen = Screen(Console(file=io.StringIO(), highlight=False, soft_wrap=True, force_terminal=False))
+    screen = Screen(Terminal(io.StringIO()))
     said = {
         "lost": "the attempt ended without a record of why: its processes were killed, or the machine was lost",
         "stop": "stopped by {signal} after step {step:,}", "error": "{type}: {message}", "nonfinite": "{what}",

@@ -23,6 +23,7 @@ import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.folder.events import Reporter
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
@@ -160,9 +161,9 @@ def main() -> NoReturn:
         write_error_file(error)
         sys.exit(error.exit_code)
     log = plan.rundir.rank_log(int(os.environ["RANK"]))
-    with log.open("ab", buffering=0) as stream:
+    with open_to_append(log) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         with contextlib.suppress(OSError):  # the disk may be full
-            stream.write(first_line_of(os.getpid()))
+            os.write(stream.fileno(), first_line_of(os.getpid()))
     work(plan)
