@@ -7,12 +7,17 @@ No other module compares the names of formats: they read these properties. To ad
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 LongRows = Literal["split", "cut", "drop"]
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
-PROMPT: Names = ("prompt", ("instruction", "input"), "instruction", "question", "query", "problem", "input", "inputs")
+PROMPT: Names = (
+    "prompt", ("instruction", "input"), ("instruction", "context"), "instruction", ("question", "context"), "question",
+    "query", "problem", "input", "inputs",
+)  # fmt: skip
+TOOLS: Names = ("tools", "functions")
+SYSTEM: Names = ("system", "system_prompt", "system_message")
 
 
 class Format(StrEnum):
@@ -35,17 +40,17 @@ class Format(StrEnum):
         "prompt_completion",
         {
             "prompt": PROMPT,
-            "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
+            "completion": ("completion", "output", "response", "answer", "solution", "target", "targets", "answers"),
         },
-        "cut",
+        "cut", False, {"system": SYSTEM},
     )  # fmt: skip
     chat = (
         "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
-        True, {"tools": ("tools",)},
+        True, {"tools": TOOLS, "system": SYSTEM},
     )  # fmt: skip
     preference = (
         "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
-        False, {"prompt": PROMPT, "tools": ("tools",)}, True,
+        False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, True,
     )  # fmt: skip
 
     def __new__(
@@ -98,6 +103,14 @@ def guess_format(available: list[str]) -> tuple[Format, dict[str, str | list[str
             columns |= {field: column for field, column in others.items() if column is not None}
             return form, {field: column for field, column in columns.items() if column != field}
     return None
+
+
+def as_conversation(columns: dict[str, str | list[str]], available: list[str]) -> tuple[Format, dict[str, Any]]:
+    """Return how prompts with completions that are messages are read, as `guess_format` does for texts."""
+    parts = [columns.get(field, field) for field in Format.prompt_completion.fields]
+    joined = [name for part in parts for name in ([part] if isinstance(part, str) else part)]
+    found, others = Format.chat, {f: _column_named(names, available) for f, names in Format.chat.optional.items()}
+    return found, {"messages": joined} | {field: name for field, name in others.items() if name not in (None, field)}
 
 
 def _column_named(names: Names, available: list[str]) -> str | list[str] | None:

@@ -256,8 +256,8 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
             )
     for name in fields if data.format.renders_chat else ():
-        if isinstance(data.columns.get(name), list):
-            yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
+        if isinstance(data.columns.get(name), list) and name not in ("messages", "prompt"):
+            yield Problem(f"`{name}` must be a single column: only texts and messages can be joined", "data.columns")
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:

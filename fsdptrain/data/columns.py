@@ -2,61 +2,67 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from fsdptrain.config.formats import Format, guess_format
+from fsdptrain.config.formats import Format, as_conversation, guess_format
 from fsdptrain.config.paths import DataPath
 from fsdptrain.config.schema import Data
 from fsdptrain.config.syntax import yaml_text
+from fsdptrain.data.messages import (
+    EMPTY,
+    HARMLESS,
+    Message,
+    Unread,
+    check_unicode,
+    is_conversation,
+    is_sharegpt,
+    read_messages,
+    read_tools,
+)
 from fsdptrain.data.readers import BATCH_ROWS, READ_ON, Source, broken_rows_error, type_name
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
-
-# ShareGPT's values of `from` → the roles of chat templates.
-SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-}
 
 PEEKED_ROWS = 8
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
 
 
-def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
+def peek(path: DataPath, data: Data, template: str | None = None) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the columns behind a path and its first rows, of which a batch is checked; the others are not read.
 
     Raises DataError as `open_sources` and `read_rows` do.
     """
     source = first_source(path)
-    return source.columns, next(read_rows([source], data, None), [])[:PEEKED_ROWS]
+    return source.columns, next(read_rows([source], data, None, Unread(template)), [])[:PEEKED_ROWS]
 
 
-def read_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
+def read_rows(
+    sources: Iterable[Source], data: Data, limit: int | None, unread: Unread | None = None
+) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of rows with the format's fields, every value checked; conversations also with their `place`.
+
+    What the rows hold beside that is counted in `unread`, which also knows the chat template.
 
     Raises DataError for a missing column, and for rows that are broken, have a null or a value of the wrong type: up to
     MOST_BROKEN of them at once, each with its place.
     """
-    rows = islice(chain.from_iterable(_checked_rows(source, data) for source in sources), limit)
+    unread = unread or Unread()
+    rows = islice(chain.from_iterable(_checked_rows(source, data, unread) for source in sources), limit)
     until_broken = _until_broken(rows)
     while batch := list(islice(until_broken, BATCH_ROWS)):
         yield batch
 
 
-def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataError]:
+def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[str, Any] | DataError]:
     """Yield each row of a source with the format's fields, or what is wrong with it; raise for a missing column."""
     columns = columns_of(data)
     wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
-    if missing := [name for name in wanted if name not in source.columns]:
-        raise DataError(f"{source.name}: {_missing_column_message(missing[0], source.columns, data)}")
+    if missing := [name for name in wanted if not source.has(name)]:
+        raise DataError(f"{source.name}: {_missing_column_message(missing[0], source, data)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
     if data.format.has_prompt and (label := _label_of_answers(source)):
@@ -65,20 +71,25 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
             f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
             "without that column"
         )
-    # Optional fields: the first row, from which the columns of a JSON file are known, may have none.
-    optional = {field: str(data.columns.get(field, field)) for field in data.format.optional}
-    for field, column in optional.items():
-        if field in data.columns and column not in source.columns:
-            raise DataError(f"{source.name}: no column {column!r}, which data.columns names for {field}")
-        wanted += [column] if column in source.columns else []
-    check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_text_fields, columns)
-    if data.format.is_paired:
-        check = partial(_preference_fields, columns["chosen"][0], columns["rejected"][0], optional, data.separator)
-    elif data.format.is_chat:
-        check = partial(_conversation_fields, columns["messages"][0], optional["tools"])
-    for place, row in source.rows(wanted):
+    for field, names in _optional_columns(data).items():
+        absent = [name for name in names if not source.has(name)] if field in data.columns else []
+        if absent:
+            raise DataError(f"{source.name}: no column {absent[0]!r}, which data.columns names for {field}")
+        if field in data.columns or not {*names} & {*wanted}:  # a column that serves another field serves that alone
+            columns[field] = names
+    wanted = list(dict.fromkeys(chain(wanted, *columns.values())))
+    form, known = data.format, {*wanted, *(name for name in source.columns if name.lower() in HARMLESS)}
+    check = _preference_fields if form.is_paired else _conversation_fields if form.is_chat else _text_fields
+    silent = [name for name in source.columns if name not in known] if source.selects else []
+    for place, row in source.rows([name for name in wanted if name in source.columns]):
+        if isinstance(row, DataError):
+            yield row
+            continue
+        for name in chain(silent, (name for name in row if name not in known and row[name] not in EMPTY)):
+            if name.lower() not in HARMLESS:
+                unread.add(f"column {shortened(name)!r} is not read", place)
         try:
-            yield row if isinstance(row, DataError) else check(row, place)
+            yield check(columns, row, place, data, unread)
         except DataError as error:
             yield error
 
@@ -100,8 +111,32 @@ def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[s
 
 def columns_of(data: Data) -> dict[str, list[str]]:
     """Return the columns behind each field of the recipe's format; several are joined."""
-    named = {field: data.columns.get(field, field) for field in data.format.fields}
+    return _named_columns(data.format.fields, data)
+
+
+def _optional_columns(data: Data) -> dict[str, list[str]]:
+    return _named_columns(data.format.optional, data)
+
+
+def _named_columns(fields: Iterable[str], data: Data) -> dict[str, list[str]]:
+    named = {field: data.columns.get(field, field) for field in fields}
     return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
+
+
+def likely_format(source: Source) -> tuple[Format, dict[str, Any]] | None:
+    """Return how a source is read, as `guess_format` does, but by its first rows, too; None if that is not known.
+
+    Prompts with completions that are messages, or that have tools, are conversations.
+    """
+    likely = guess_format(source.columns)
+    if likely is None or not likely[0].has_prompt:
+        return likely
+    chat = as_conversation(likely[1], source.columns)
+    tools = chat[1].get("tools", "tools")
+    rows = [row for _, row in islice(source.rows(source.columns), PEEKED_ROWS) if isinstance(row, dict)]
+    parts = chat[1]["messages"]
+    is_chat = any(row.get(tools) not in EMPTY or any(is_conversation(row.get(name)) for name in parts) for row in rows)
+    return chat if is_chat else likely
 
 
 def describe_columns(path: DataPath, data: Data) -> str:
@@ -109,16 +144,14 @@ def describe_columns(path: DataPath, data: Data) -> str:
     parts = [
         field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
     ]
+    source = first_source(path)
     if data.format.is_chat:
-        source = first_source(path)
-        [column] = columns_of(data)["messages"]
+        column = columns_of(data)["messages"][0]
         rows = (row for _, row in source.rows([column]) if isinstance(row, dict) and column in source.columns)
-        if isinstance(messages := next(rows, {}).get(column), list) and any(map(_is_sharegpt, messages)):
+        if is_sharegpt(next(rows, {}).get(column)):
             parts[0] += " (ShareGPT: from as role, value as content)"
-    if data.format.optional:
-        optional = {field: data.columns.get(field, field) for field in data.format.optional}
-        there = {field: column for field, column in optional.items() if column in first_source(path).columns}
-        parts += [field if field == column else f"{column} as {field}" for field, column in there.items()]
+    there = {f: names for f, names in _optional_columns(data).items() if {*names} <= {*source.columns}}
+    parts += [field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in there.items()]
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
@@ -167,10 +200,11 @@ def unknown_columns_error(path: DataPath) -> DataError:
     )
 
 
-def _missing_column_message(missing: str, available: list[str], data: Data) -> str:
+def _missing_column_message(missing: str, source: Source, data: Data) -> str:
     """Return the message for a missing column: the columns there are, and how they could be read."""
+    available = source.columns
     message = f"no column {shortened(missing)!r}, which format {data.format} needs; columns: {listed(available)}. "
-    likely = guess_format(available)
+    likely = likely_format(source)
     if likely is None:
         fields = [*data.format.fields]
         example = dict(zip(fields, available, strict=False)) if len(available) >= len(fields) else {fields[0]: "…"}
@@ -180,37 +214,77 @@ def _missing_column_message(missing: str, available: list[str], data: Data) -> s
     return f"{message}They fit data: {{{', '.join(keys)}}}"
 
 
-def _text_fields(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:
-    return {field: _check_text(row, *names, place=place) for field, names in columns.items()}
+Columns = dict[str, list[str]]  # field → its columns
 
 
-def _conversation_fields(messages: str, tools: str, row: dict[str, Any], place: str) -> dict[str, Any]:
-    schemas = _check_tools(row, tools, place)
-    kept = {"messages": _check_messages(row, messages, place=place), "place": place}
-    return kept | ({"tools": schemas} if schemas else {})
+def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
+    fields = {field: _check_text(row, *columns[field], place=place) for field in data.format.fields}
+    if system := _system_text(columns, row, place):
+        prompt = next(iter(fields))
+        fields[prompt] = f"{system}\n\n{fields[prompt]}"
+    return fields
 
 
-def _preference_fields(
-    chosen: str, rejected: str, optional: dict[str, str], separator: str, row: dict[str, Any], place: str
+def _system_text(columns: Columns, row: dict[str, Any], place: str) -> str:
+    """Return the text in the column of system prompts; empty without one."""
+    text = next((row[name] for name in columns.get("system", []) if row.get(name) is not None), "")
+    return text and _check_text(row, *columns["system"], place=place)
+
+
+def _conversation_fields(
+    columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread
 ) -> dict[str, Any]:
+    """Return the messages of a row, with its tools. Of several columns, the last one alone is trained."""
+    *before, last = columns["messages"]
+    messages = [each for name in before for each in read_messages(row, name, place, unread, "user")]
+    if data.train_on == "completion":
+        messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
+    messages += read_messages(row, last, place, unread, "assistant" if before else None)
+    answers = [each for each in messages if each["role"] == "assistant"]
+    if not any(each.get("weight", 1) for each in answers):
+        roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
+        why = (
+            "all messages of the assistant have weight 0" if answers else f"no message of the assistant, but of {roles}"
+        )
+        unread.add(f"conversation without a trained message: {why}", place)
+    return _conversation(columns, messages, row, place, unread, "messages")
+
+
+def _conversation(
+    columns: Columns, messages: list[Message], row: dict[str, Any], place: str, unread: Unread, field: str
+) -> dict[str, Any]:
+    """Return messages as a field of a row, behind the row's system prompt, with its tools and its place."""
+    if system := _system_text(columns, row, place):
+        if not messages or messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": system}, *messages]
+        elif messages[0].get("content") != system:
+            unread.add(f"column {columns['system'][0]!r} is not read beside a system message", place)
+    tools = [each for name in columns.get("tools", []) for each in read_tools(row, name, place) or []]
+    return {field: messages, "place": place} | ({"tools": tools} if tools else {})
+
+
+def _preference_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
     """Return the prompt of a pair and its two answers: texts, or lists of messages, then with their `place`.
 
     Without a prompt it is what both begin with (as in TRL): whole messages, or whole words.
     """
-    names, given = (chosen, rejected), row.get(optional["prompt"])
-    if any(isinstance(row.get(name), list) for name in names):
-        schemas = _check_tools(row, optional["tools"], place)
-        prompt, answers = _prompt_and_answers(names, optional["prompt"], row, place)
-        pair = dict(zip(PAIR, (prompt, *answers), strict=True)) | {"place": place}
-        return pair | ({"tools": schemas} if schemas else {})
+    names, given = [columns[field][0] for field in data.format.fields], columns.get("prompt", [])
+    has_prompt = any(row.get(name) is not None for name in given)
+    if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in names):
+        answers = [read_messages(row, name, place, unread, "assistant") for name in names]
+        prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
+        return dict(zip(PAIR[1:], answers, strict=True)) | _conversation(columns, prompt, row, place, unread, PAIR[0])
     texts = [_check_text(row, name, place=place) for name in names]
-    if given is not None:
-        return dict(zip(PAIR, (_check_text(row, optional["prompt"], place=place) + separator, *texts), strict=True))
-    if separator:
+    system = _system_text(columns, row, place)
+    system = system and f"{system}\n\n"
+    if has_prompt:
+        prompt_text = system + _check_text(row, *given, place=place) + data.separator
+        return dict(zip(PAIR, (prompt_text, *texts), strict=True))
+    if data.separator:
         raise DataError(f"{place}: data.separator stands behind a prompt, and this row has none: remove the key")
     shared = texts[0][: common_prefix_length(*texts)]
     end = len(shared) - len(re.search(r"\s?\S*\Z", shared)[0])  # type: ignore[index]
-    return dict(zip(PAIR, (shared[:end], *(text[end:] for text in texts)), strict=True))
+    return dict(zip(PAIR, (system + shared[:end], *(text[end:] for text in texts)), strict=True))
 
 
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -222,20 +296,18 @@ PAIR = ("prompt", "chosen", "rejected")
 
 
 def _prompt_and_answers(
-    names: Sequence[str], prompt: str, row: dict[str, Any], place: str
-) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    answers: list[list[Message]], prompt: list[str], row: dict[str, Any], place: str, unread: Unread
+) -> tuple[list[Message], list[list[Message]]]:
     """Return the messages of a prompt, and those of two answers, which may repeat it, whether or not it has a column.
 
     A prompt that is a text is what the user says, unless both answers begin with the same messages.
     """
-    answers = [_check_messages(row, name, place=place) for name in names]
     shared = answers[0][: min(common_prefix_length(*answers), *(len(answer) - 1 for answer in answers))]
-    given = row.get(prompt)
-    if isinstance(given, list) and given:
-        before = _check_messages(row, prompt, place=place)
+    if prompt and is_conversation(row.get(prompt[0])):
+        before = read_messages(row, prompt[0], place, unread)
         return before, answers if shared != before else [answer[len(before) :] for answer in answers]
-    if given and not shared:
-        return [{"role": "user", "content": _check_text(row, prompt, place=place)}], answers
+    if prompt and not shared and (text := _check_text(row, *prompt, place=place)):
+        return [{"role": "user", "content": text}], answers
     return shared, [answer[len(shared) :] for answer in answers]
 
 
@@ -247,103 +319,9 @@ def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str
     if not isinstance(value, str):
         way_out = {int: "; put quotes around it", float: "; put quotes around it"}.get(type(value), "")
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            way_out = "; use data.format: chat for lists of messages"
+            way_out = (
+                "; lists of messages are read with data.format: chat and columns: {messages: [prompt, completion]}"
+            )
         raise DataError(f"{place}: {column!r} is {type_name(value)}; expected text{way_out}")
     others = [_check_text(row, name, place=place) for name in more if row.get(name) not in (None, "")]
-    return "\n\n".join(text for text in [_check_unicode(value, column, place), *others] if text)
-
-
-def _check_unicode(text: str, column: str, place: str) -> str:
-    """Return the text; raise DataError for a lone surrogate (`\\ud83d` in JSON), which no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: {column!r} contains half a character (a lone surrogate): {error.object[error.start]!a}"
-        ) from None
-    return text
-
-
-def _check_messages(row: dict[str, Any], column: str, *, place: str) -> list[dict[str, Any]]:
-    value = row.get(column)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {column!r} is {type_name(value)}; expected a list of messages")
-    messages = []
-    for number, message in enumerate(value, 1):
-        if _is_sharegpt(message):
-            message = _from_sharegpt(message, f"{place}: message {number} of {column!r}")
-        kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        if isinstance(kept.get("content"), list):
-            kept["content"] = _text_parts(kept["content"], f"{place}: message {number} of {column!r}")
-        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), (str, list)):
-            forms = "{role: text, content: text} nor ShareGPT's {from: text, value: text}"
-            raise DataError(f"{place}: message {number} of {column!r} is neither {forms}")
-        _check_weight(kept, f"{place}: message {number} of {column!r}")
-        _check_unicode(json.dumps(kept, ensure_ascii=False, default=str), column, place)
-        messages.append(kept)
-    return messages
-
-
-def _check_weight(message: dict[str, Any], place: str) -> None:
-    """Raise DataError for a message whose `weight` is neither 0 nor 1, or that is not the assistant's and has 1."""
-    weight = message.get("weight", 0)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(f"{place}: weight is {shortened(repr(weight))}; expected 1 (trained) or 0 (not trained)")
-    if weight == 1 and message["role"] != "assistant":
-        raise DataError(f"{place}: weight is 1, but only messages of the assistant are trained: remove it, or write 0")
-
-
-def _text_parts(content: list[Any], place: str) -> list[dict[str, str]]:
-    """Return the parts of a content, all of type text, without other keys; raises DataError for other parts."""
-    for number, part in enumerate(content, 1):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            what = f"of type {shortened(repr(kind))}" if kind not in (None, "text") else "not {type: text, text: …}"
-            raise DataError(
-                f"{place}: part {number} of its content is {what}, and only text is trained: remove the part or the row"
-            )
-    return [{"type": "text", "text": part["text"]} for part in content]
-
-
-def _is_sharegpt(message: Any) -> bool:
-    return isinstance(message, dict) and {"from", "value"} <= message.keys() and message.get("role") is None
-
-
-def _from_sharegpt(message: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a ShareGPT message with the keys and roles of chat templates."""
-    role = SHAREGPT_ROLES.get(message["from"]) if isinstance(message["from"], str) else None
-    if role is None:
-        raise DataError(
-            f"{place}: unknown speaker {shortened(repr(message['from']))}; known: {', '.join(SHAREGPT_ROLES)}"
-        )
-    if not isinstance(message["value"], str):
-        raise DataError(f"{place}: value is {type_name(message['value'])}; expected text")
-    others = {name: item for name, item in message.items() if name not in ("from", "value", "role", "content")}
-    return {"role": role, "content": message["value"], **others}
-
-
-def _check_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas of a conversation's tools, given as a list or as JSON text; None when it has none."""
-    value = row.get(column)
-    if isinstance(value, str) and value.strip():
-        _check_unicode(value, column, place)
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: {column!r} is text that is not JSON: {error}") from None
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        return None
-    tools = [_parse_tool(tool) for tool in value] if isinstance(value, list) else []
-    if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
-        raise DataError(
-            f"{place}: {column!r} is {type_name(row[column])}; expected a list of JSON schemas, or its JSON text"
-        )
-    _check_unicode(json.dumps(tools, ensure_ascii=False, default=str), column, place)
-    return tools
-
-
-def _parse_tool(tool: Any) -> Any:
-    """Return one tool, which some data sets store as JSON text; None when it is not JSON."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(tool) if isinstance(tool, str) else tool
-    return None
+    return "\n\n".join(text for text in [check_unicode(value, column, place), *others] if text)

@@ -35,7 +35,7 @@ from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
-from fsdptrain.data.parts import encode_parts, parts_of, token_key
+from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
 from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
@@ -71,6 +71,7 @@ class EncodedRows:
     read, split, cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens;
     `name` the digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if
     several may be of one. `paired`: every two rows are a pair, chosen and rejected, which stay in one sequence.
+    `unread`: what the rows hold that is not read → how often, and the place of the first.
     """
 
     tokens: Joined | np.ndarray[Any, Any]
@@ -85,6 +86,7 @@ class EncodedRows:
     digest: str
     conversations: np.ndarray[Any, Any] | None = field(default=None, kw_only=True)
     paired: bool = field(default=False, kw_only=True)
+    unread: dict[str, tuple[int, str]] = field(default_factory=dict, kw_only=True)
 
     @property
     def wholes(self) -> Ints:
@@ -510,6 +512,9 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
         [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
         for texts in (lost, divided)
     )
+    found_lost += [
+        f"{what} ({counted(count, 'time')}, first in {place})" for what, (count, place) in rows.unread.items()
+    ]
     if empty := notes.get("empty_files"):
         found_divided.append(f"{counted(empty, 'empty file')} skipped")
     if notes.get("divided"):
@@ -670,7 +675,7 @@ def open_rows(
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name, paired=data.format.is_paired,
+        name=folder.name, paired=data.format.is_paired, unread=unread_in(folder, path),
     )  # fmt: skip
 
 

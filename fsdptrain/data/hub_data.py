@@ -66,7 +66,8 @@ def open_hub_data(path: str) -> Source:
 
     step = max(1, len(opened) * PART_BYTES // max(1, opened.data.nbytes))
     cuts = [(row, row) for row in range(step, len(opened), step)]
-    return Source(path, opened.column_names, len(opened), functools.partial(_read, path, opened), cuts)
+    rows = functools.partial(_read, path, opened)
+    return Source(path, opened.column_names, len(opened), rows, cuts, selects=True)
 
 
 def _read(path: str, opened: Any, columns: list[str], start: Cut = BEGIN, stop: Cut | None = None) -> Rows:

@@ -18,7 +18,7 @@ import numpy as np
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import PARTS_FILE
 from fsdptrain.data.encode import TRAINED
-from fsdptrain.data.parts import notes_of
+from fsdptrain.data.parts import UNREAD_FILE, notes_of
 from fsdptrain.data.sources import DIGEST_FILE
 
 Array = np.ndarray[Any, Any]
@@ -83,6 +83,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     names = ["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens"]
     notes = dict.fromkeys([*names, *["too_long"] * (treatment == "drop"), *["conversations"] * split], 0)
     joined, digest = list[tuple[int, str | None, int]](), hashlib.sha256()
+    unread = dict[str, list[Any]]()
     with contextlib.ExitStack() as files:
         ends, lengths, *of_rows = (
             files.enter_context((folder / f"{name}.bin").open("wb"))
@@ -93,6 +94,8 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
             notes["available"] += available
             if part is None:
                 continue
+            for what, (count, _, *place) in json.loads((part / UNREAD_FILE).read_text(encoding="utf-8")).items():
+                unread.setdefault(what, [0, number, *place])[0] += count
             found, read = notes_of(part), np.fromfile(part / "lengths.bin", TOKENS)
             read.tofile(lengths)
             kept = np.fromfile(part / "kept.bin", TOKENS)
@@ -124,6 +127,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
             notes["tokens"] += int(sizes.sum())
             if used.any():
                 joined.append((int(sizes.sum()), None if is_copied else f"{part.parent.name}/{part.name}", number))
+    (folder / UNREAD_FILE).write_text(json.dumps(unread), encoding="utf-8")
     (folder / JOINED_FILE).write_text(json.dumps(joined), encoding="utf-8")
     (folder / PARTS_FILE).write_text(json.dumps([name for _, name, _ in joined if name]), encoding="utf-8")
     (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")

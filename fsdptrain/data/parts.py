@@ -30,6 +30,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder, intact_folder, little_part
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
+from fsdptrain.data.messages import Unread
 from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
 from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -37,7 +38,7 @@ from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, die_with_parent
 
-TOKENS_VERSION = 1  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+TOKENS_VERSION = 2  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
@@ -46,6 +47,7 @@ NOT_OF_TOKENS = frozenset(
     | {"long_rows", "drop_duplicates", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
+UNREAD_FILE = "unread.json"  # what rows of a folder hold that is not read → [count, part, source of the part, place]
 SMALL = 2**20  # bytes; smaller files share parts
 POOLED = 2**25  # bytes to encode from which on more processes are worth their start
 POLL_S = 0.2  # between two reports of what the processes have done
@@ -120,8 +122,8 @@ class PartEncoder:
     """Encodes parts into the cache; `report` gets the number of rows of each batch.
 
     A folder has `tokens.bin` (uint32 [T]), `trained.bin` (bool [T]), `kept.bin` (uint32 [R], tokens of each row),
-    `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained) and `notes.json`;
-    with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation of the part each row is.
+    `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained), `notes.json` and
+    UNREAD_FILE; with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation each row is.
     `little`: a folder with fewer bytes is compared with its checksums whenever it is used.
     """
 
@@ -152,8 +154,9 @@ class PartEncoder:
 
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
         encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
+        unread = Unread(self.tokenizer.chat_template)
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
-            for batch in read_rows(part.sources, self.data, limit):
+            for batch in read_rows(part.sources, self.data, limit, unread):
                 for ids, mask in encoder(batch):
                     tokens.write(array("I", ids).tobytes())
                     trained.write(mask)
@@ -166,6 +169,22 @@ class PartEncoder:
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept)}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        found = {what: [count, 0, *_place_in(part, place)] for what, (count, place) in unread.found.items()}
+        (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _place_in(part: DataPart, place: str) -> tuple[int, str]:
+    """Return the place of a row as the number of its source and what follows the source's name, which may change."""
+    names = [source.name for source in part.sources if place.startswith(source.name)]
+    name = max(names, key=len)
+    return [source.name for source in part.sources].index(name), place.removeprefix(name)
+
+
+def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
+    """Return what rows hold that is not read → how often, and the first place, from a folder that `join` wrote."""
+    found = json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8"))
+    parts = parts_of(path) if found else []
+    return {what: (count, parts[n].sources[i].name + rest) for what, (count, n, i, rest) in found.items()}
 
 
 def notes_of(folder: Path) -> dict[str, int]:

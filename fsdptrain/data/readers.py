@@ -27,6 +27,7 @@ from fsdptrain.config.paths import COMPRESSED, DATA_SUFFIXES, data_kind
 from fsdptrain.errors import DataError, first_line
 
 BATCH_ROWS = 1000
+COLUMN_ROWS = 100  # rows of a JSON file, about, whose columns are those of the file
 PART_BYTES = 2**25  # of a source, about, that one process encodes and the cache keeps by itself
 MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
@@ -74,7 +75,8 @@ class Source:
     """One file or Hub data set: its name for errors, its columns, its row count, and a reader of some columns.
 
     `rows` can be pickled. It reads what is between two of the `cuts`, of which the list is complete unless the rows of
-    a file of JSON lines have to be found first.
+    a file of JSON lines have to be found first. `selects`: its rows have the wanted columns alone. `sampled`: `columns`
+    are those of the first rows, and `whole` reads all of the file.
     """
 
     name: str
@@ -83,6 +85,9 @@ class Source:
     rows: Callable[..., Rows]
     cuts: Sequence[Cut] = ()
     is_counted: bool = True
+    selects: bool = False
+    sampled: bool = False
+    whole: Callable[..., Rows] | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -91,7 +96,14 @@ class Source:
         """Return the part of the source between two cuts; None is its end."""
         rows = self.rows if (start, stop) == (BEGIN, None) else partial(self.rows, start=start, stop=stop)
         count = (stop[1] if stop else self.count) - start[1] if self.is_counted else self.count
-        return replace(self, rows=rows, count=count, cuts=())
+        return replace(self, rows=rows, count=count, cuts=(), whole=self.whole or self.rows)
+
+    def has(self, column: str) -> bool:
+        """Return whether any row has a column; of a JSON file all rows are read unless one of the first has it."""
+        if column in self.columns or not self.sampled:
+            return column in self.columns
+        rows = (self.whole or self.rows)([column])
+        return any(isinstance(row, dict) and column in row for _, row in rows)
 
     def counted(self) -> int:
         """Return the number of rows, which are read unless it is known."""
@@ -135,9 +147,11 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
         source = _open_parquet(file)
     else:
         reader = _TEXT_READERS[kind]
-        columns = _csv_header(file) if kind in (".csv", ".tsv") else _columns_of_first(reader(file))
+        is_table = kind in (".csv", ".tsv")
+        columns = _csv_header(file) if is_table else _columns_of_first(reader(file))
         count = sum(1 for _ in reader(file)) if count_rows else sum(1 for _ in islice(reader(file), 1))
-        source = Source(str(file), columns, count, partial(_read_text, kind, file), is_counted=count_rows)
+        rows = partial(_read_text, kind, file)
+        source = Source(str(file), columns, count, rows, is_counted=count_rows, sampled=not is_table)
     if source.count < 1:  # the count in a damaged parquet file may even be negative
         raise EmptyFile(f"{file} has no rows")
     return source
@@ -165,7 +179,12 @@ def type_name(value: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null entries that Arrow adds so that every mapping has the keys of all rows."""
+    """Return a value without the null entries that Arrow adds so that every mapping has the keys of all rows.
+
+    Arrow's maps, which are lists of tuples, become mappings.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
+        value = dict(value)
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -186,10 +205,14 @@ def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Itera
             stream.seek(start[0])
         for number, line in enumerate(islice(stream, stop[1] - start[1] if stop else None), start[1] + 1):
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 bad = f"byte {error.object[error.start]:#04x} at column {error.start + 1}"
                 raise DataError(f"{file}:{number}: not UTF-8 text: {bad}; save the file as UTF-8") from None
+            if "\r" in text.rstrip("\r\n"):  # a carriage return alone may end a line, too
+                yield from enumerate(io.StringIO(text, newline=""), number)
+            else:
+                yield number, text
 
 
 def _json_lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
@@ -246,15 +269,23 @@ def _object_or_broken(value: Any, place: str) -> dict[str, Any] | DataError:
 
 
 def _columns_of_first(rows: Rows) -> list[str]:
-    """Return the columns of the first row that is not broken; raise DataError if all that are read are broken."""
+    """Return the columns of the first rows that are not broken; raise DataError if all that are read are broken."""
     broken: list[DataError] = []
-    for _, row in islice(rows, READ_ON):
-        if isinstance(row, dict):
-            return list(row)
-        broken.append(row)
-    if broken:
+    columns: dict[str, None] = {}
+    try:
+        for number, (_, row) in enumerate(islice(rows, READ_ON)):
+            if isinstance(row, dict):
+                columns |= dict.fromkeys(row)
+                if number >= COLUMN_ROWS:
+                    break
+            else:
+                broken.append(row)
+    except DataError:
+        if not columns:  # else reading the rows reports it
+            raise
+    if broken and not columns:
         raise broken_rows_error(broken, len(broken) - 1)
-    return []
+    return list(columns)
 
 
 def _delimiter(file: DataFile) -> str:
@@ -324,6 +355,7 @@ def _open_parquet(file: DataFile) -> Source:
                 cuts.append((number, before))
             group = found.row_group(number)
             size, before = size + group.total_byte_size, before + group.num_rows
-        return Source(str(file), opened.schema_arrow.names, found.num_rows, partial(_read_parquet, file), cuts)
+        rows = partial(_read_parquet, file)
+        return Source(str(file), opened.schema_arrow.names, found.num_rows, rows, cuts, selects=True)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {first_line(error)}") from None

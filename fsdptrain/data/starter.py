@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.formats import guess_format
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
 from fsdptrain.config.schema import Data
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.config.syntax import yaml_text
-from fsdptrain.data.columns import describe_columns, peek, seam_without_space, unknown_columns_error
+from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.folder.storage import url_fault
@@ -116,7 +115,7 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
             raise RecipeError([Problem(fault, "--data")])
     written: DataPath = data[0] if len(data) == 1 else list(data)
     found = find_all_data(written, Path.cwd())
-    likely = guess_format(first_source(found).columns)
+    likely = likely_format(first_source(found))
     if likely is None:
         raise unknown_columns_error(found)
     form, columns = likely

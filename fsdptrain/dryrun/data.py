@@ -115,7 +115,7 @@ def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> di
     optional = {field: data.columns.get(field, field) for field in data.format.optional}
     needed |= {field: column for field, column in optional.items() if column in columns}
     reads = describe_columns(data.path, data)
-    line = f"{name}format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
+    line = f"{name}format {data.format}, which reads {reads}; columns: {listed(columns)}"
     findings.add_lines(HEADING, line)
     if data.format.has_prompt and (seam := seam_without_space(first_rows, data)):
         findings.add_note(
@@ -153,7 +153,8 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
     chats = [source.data for source in plan.sources if source.data.format.is_chat]
-    if any(earlier_turns_differ(tokenizer, data, peek(data.path, data)[1], day) for data in chats):
+    first_rows = [(data, peek(data.path, data, tokenizer.chat_template)[1]) for data in chats]
+    if any(earlier_turns_differ(tokenizer, data, rows, day) for data, rows in first_rows):
         findings.add_note(
             "the chat template renders earlier turns of the assistant otherwise than its last one (without reasoning, "
             "perhaps), and data.turns: all trains them like that: use split, or last"

@@ -577,11 +577,11 @@ def test_a_deep_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
         pytest.param(lines(OK_CHAT, {"messages": []}), CHAT, 2, ["empty", "list of messages"], id="no messages"),
         pytest.param(lines({"messages": "hi"}), CHAT, 1, ["str", "list of messages"], id="a text for messages"),
         pytest.param(lines(OK_CHAT, {"messages": "hi"}), CHAT, 2, ["str", "list of messages"], id="a text among them"),
-        pytest.param(lines({"messages": {"role": "user"}}), CHAT, 1, ["dict"], id="one message for messages"),
+        pytest.param(lines({"messages": {"role": "user"}}), CHAT, 1, ["no content"], id="one message for messages"),
         pytest.param(lines(OK_CHAT, {"messages": ["hi"]}), CHAT, 2, ["message 1"], id="a text for a message"),
         pytest.param(
             lines(OK_CHAT, {"messages": [{"from": "narrator", "value": "a"}]}), CHAT, 2,
-            ["message 1", "'narrator'", "human, user, gpt"], id="ShareGPT: an unknown speaker",
+            ["message 1", "'narrator'", "user, human, prompter, gpt"], id="ShareGPT: an unknown speaker",
         ),
         pytest.param(
             lines({"messages": [{"from": "human", "value": None}]}), CHAT, 1, ["null", "expected text"],
@@ -592,8 +592,8 @@ def test_a_deep_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
             ["message 1", "weight is 0.5", "1 (trained) or 0"], id="half a weight",
         ),
         pytest.param(
-            lines({"messages": [{"role": "assistant", "content": "a", "weight": False}]}), CHAT, 1,
-            ["weight is False", "1 (trained) or 0"], id="a weight that is no number",
+            lines({"messages": [{"role": "assistant", "content": "a", "weight": "no"}]}), CHAT, 1,
+            ["weight is 'no'", "1 (trained) or 0"], id="a weight that is no number",
         ),
         pytest.param(
             lines({"messages": [{"from": "human", "value": "a", "weight": 1}]}), CHAT, 1,
@@ -901,7 +901,11 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_half_a_character_anywhere_in_a_message(tmp_path: Path) -> None:
-    for name, value in (("role", "us\ud83der"), ("name", "\ud83d"), ("tool_calls", [{"f": {"a": "\ud83d"}}])):
+    for name, value in (
+        ("role", "us\ud83der"),
+        ("name", "\ud83d"),
+        ("tool_calls", [{"name": "f", "arguments": {"a": "\ud83d"}}]),
+    ):
         message = {"role": "user", "content": "a", name: value}
         path = put(tmp_path, "a.jsonl", json.dumps({"messages": [message]}) + "\n")
         assert complaint(path, **CHAT).startswith(f"{path}:1: 'messages' contains half a character")

@@ -1,0 +1,311 @@
+"""Rows in the layouts of public data sets: all they hold is read, known to be harmless, or counted by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_chat import TOOLS, tokenizer_of
+
+from fsdptrain.config.formats import Format
+from fsdptrain.config.schema import Data
+from fsdptrain.data.columns import likely_format, read_rows
+from fsdptrain.data.corpus import notes_on_rows, open_rows
+from fsdptrain.data.encode import Encoder
+from fsdptrain.data.messages import Unread
+from fsdptrain.data.sources import first_source, open_sources
+from fsdptrain.errors import DataError
+
+USER = {"role": "user", "content": "Q"}
+ANSWER = {"role": "assistant", "content": "A"}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+
+
+def put(tmp_path: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> str:
+    """Write rows as JSON lines."""
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / name)
+
+
+def read(path: str, template: str | None = None, **data: Any) -> tuple[list[dict[str, Any]], Unread]:
+    """Return the rows of a file as the format that its columns have, without their places, and what is not read."""
+    form, columns = likely_format(first_source(path)) or (Format.text, {})
+    unread = Unread(template)
+    rows = [
+        row
+        for batch in read_rows(open_sources(path), Data(format=form, columns=columns, **data), None, unread)
+        for row in batch
+    ]
+    return [{field: value for field, value in row.items() if field != "place"} for row in rows], unread
+
+
+def chat(*messages: dict[str, Any], **row: Any) -> dict[str, Any]:
+    """Return a row of chat."""
+    return {"messages": list(messages), **row}
+
+
+def talk(*messages: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of chat whose first message is the question."""
+    return chat(USER, *messages)
+
+
+NESTED = json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}})
+WEATHER = TOOLS[0]["function"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # Keys and roles of a message.
+        pytest.param(chat({"role": "user", "text": "Q"}, {"role": "assistant", "text": "A"}), talk(ANSWER), id="text"),
+        pytest.param(
+            chat(USER | {"content": None, "text": "Q"}, ANSWER | {"text": None}), talk(ANSWER), id="null beside a text"
+        ),
+        pytest.param(
+            chat({"role": "User", "value": "Q"}, {"from": "MODEL", "content": "A"}), talk(ANSWER), id="mixed keys"
+        ),
+        pytest.param(chat({"role": "prompter", "content": "Q"}, {"role": "AI", "content": "A"}), talk(ANSWER), id="ai"),
+        *(
+            pytest.param(
+                talk(CALLING, {"role": role, "content": "20"}, ANSWER),
+                talk(CALLING, {"role": "tool", "content": "20"}, ANSWER), id=role,
+            )
+            for role in ("function", "ipython", "observation", "tool_response")
+        ),
+        # What is trained.
+        *(
+            pytest.param(talk(ANSWER | {key: value}, ANSWER | {key: not value}), talk(
+                ANSWER | {"weight": weight}, ANSWER | {"weight": 1 - weight}), id=f"{key} {value}")
+            for key, value, weight in (
+                ("loss", False, 0), ("train", False, 0), ("training", 0, 0), ("trainable", 1, 1), ("weight", False, 0),
+                ("train_on_turn", 0.0, 0), ("loss_mask", 0, 0), ("masked", True, 0), ("loss_weight", True, 1),
+            )
+        ),
+        # Thoughts.
+        *(
+            pytest.param(talk(ANSWER | {key: "T"}), talk(ANSWER | {"reasoning_content": "T"}), id=key)
+            for key in ("reasoning_content", "reasoning", "thinking", "thought")
+        ),
+        pytest.param(
+            talk(ANSWER | {"reasoning": "T", "reasoning_content": "T"}), talk(ANSWER | {"reasoning_content": "T"}),
+            id="a thought twice",
+        ),
+        # Calls.
+        pytest.param(talk({"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}), talk(CALLING),
+                     id="calls as JSON text"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [json.dumps(CALL)]}), talk(CALLING), id="a call as text"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [json.loads(NESTED)]}), talk(CALLING), id="flat"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]}),
+            talk(CALLING), id="arguments as JSON text"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [
+            {"name": "get_weather", "parameters": [["city", "Paris"]]}]}), talk(CALLING), id="a map as pairs"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [
+            {"name": "get_weather", "arguments": [{"key": "city", "value": "Paris"}]}]}), talk(CALLING),
+            id="a map as keys and values"),
+        pytest.param(talk({"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": None}}}]}),
+            talk(CALLING), id="nulls of a union"),
+        pytest.param(talk({"role": "assistant", "content": None, "function_call": json.loads(NESTED)}), talk(CALLING),
+                     id="function_call"),
+        pytest.param(talk({"from": "function_call", "value": NESTED}), talk(CALLING), id="ShareGPT's function_call"),
+        pytest.param(
+            talk({"role": "tool_call", "content": NESTED}, {"role": "tool_call", "content": NESTED}),
+            talk({"role": "assistant", "tool_calls": [CALL, CALL]}), id="parallel calls in messages of their own",
+        ),
+        pytest.param(talk(CALLING | {"tool_calls": [{"function": {"name": "now", "arguments": ""}}]}),
+                     talk(CALLING | {"tool_calls": [{"function": {"name": "now", "arguments": {}}}]}),
+                     id="without arguments"),
+        # Tools.
+        pytest.param(chat(USER, ANSWER, tools=[WEATHER]), chat(USER, ANSWER, tools=TOOLS), id="flat tools"),
+        pytest.param(chat(USER, ANSWER, functions=[WEATHER]), chat(USER, ANSWER, tools=TOOLS), id="functions"),
+        pytest.param(chat(USER, ANSWER, tools=json.dumps(WEATHER)), chat(USER, ANSWER, tools=TOOLS), id="one as text"),
+        pytest.param(
+            chat(USER, ANSWER, tools=[{"type": "function", "function": WEATHER | {
+                "parameters": json.dumps(WEATHER["parameters"])}}]),
+            chat(USER, ANSWER, tools=TOOLS), id="parameters as text",
+        ),
+        pytest.param(
+            chat(USER, ANSWER, tools=[{"type": "function", "function": WEATHER | {"strict": None, "parameters": WEATHER[
+                "parameters"] | {"properties": {"city": {"type": "string", "enum": None}, "x": None}}}}]),
+            chat(USER, ANSWER, tools=TOOLS), id="nulls in a schema",
+        ),
+        # Columns.
+        pytest.param({"messages": json.dumps([USER, ANSWER])}, talk(ANSWER), id="messages as JSON text"),
+        pytest.param(
+            {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, talk(ANSWER), id="a list for each key"
+        ),
+        pytest.param(
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+            talk(ANSWER | {"weight": 0}, USER, ANSWER), id="prompt and completion of messages",
+        ),
+        pytest.param({"prompt": "Q", "completion": [ANSWER]}, talk(ANSWER), id="a text as prompt"),
+        pytest.param({"id": 1, "query": "Q", "answers": f"[{NESTED}]", "tools": json.dumps([WEATHER])},
+                     chat(USER, CALLING, tools=TOOLS), id="xlam"),
+        pytest.param({"prompt": "Q", "completion": "{1}", "tools": [WEATHER]},
+                     chat(USER, {"role": "assistant", "content": "{1}"}, tools=TOOLS), id="an answer beside tools"),
+        pytest.param(
+            {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+            chat({"role": "system", "content": "S"}, USER, ANSWER), id="a system prompt of a conversation",
+        ),
+        pytest.param({"system_prompt": "S", "question": "Q", "response": "A"},
+                     {"prompt": "S\n\nQ", "completion": "A"}, id="a system prompt of a text"),
+        pytest.param({"system": None, "instruction": "Q", "output": "A"}, {"prompt": "Q", "completion": "A"},
+                     id="no system prompt"),
+        pytest.param({"instruction": "Q", "context": "C", "response": "A"}, {"prompt": "Q\n\nC", "completion": "A"},
+                     id="dolly"),
+        pytest.param({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
+                     {"prompt": "S\n\nQ", "chosen": "A", "rejected": "B"}, id="orca's pairs"),
+        pytest.param({"instruction": "Q", "input": "I", "chosen": "A", "rejected": "B"},
+                     {"prompt": "Q\n\nI", "chosen": "A", "rejected": "B"}, id="alpaca's pairs"),
+        pytest.param(
+            {"system": "S", "prompt": "Q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]},
+            {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [ANSWER],
+             "rejected": [ANSWER | {"content": "B"}]}, id="a system prompt of pairs",
+        ),
+        pytest.param(
+            {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"},
+             "rejected": {"from": "gpt", "value": "B"}},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}, id="ShareGPT's pairs",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_is_read(row: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    rows, unread = read(put(tmp_path, row))
+    assert rows == [expected] and not unread.found
+
+
+def test_maps_of_arrow_are_objects(tmp_path: Path) -> None:
+    kind = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(kind))])
+    call = {"name": "get_weather", "arguments": [("city", "Paris")]}
+    table = pa.table({"messages": pa.array([[USER, {"role": "assistant", "tool_calls": [call]}]], pa.list_(message))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert read(str(tmp_path / "rows.parquet"))[0] == [talk(CALLING)]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (talk({"role": "assistant", "body": "A"}), "message 2 of 'messages' has no content: only role, body"),
+        (talk({"role": "assistant", "content": None}), "has no content: content is null"),
+        (talk(ANSWER | {"mask": True}), "mask is True; expected weight: 1 (trained) or 0 (not trained)"),
+        (talk(ANSWER | {"loss": "yes"}), "loss is 'yes'; expected weight"),
+        (talk(ANSWER | {"loss": 0, "train": True}), "loss says that it is not trained, train that it is"),
+        (talk(ANSWER | {"train_detail": [{"begin": 0}]}), "train_detail is"),
+        (talk(ANSWER | {"thinking": "a", "reasoning": "b"}), "different thoughts in reasoning and thinking"),
+        (talk(CALLING | {"tool_calls": "get_weather(Paris)"}), "a tool call is 'get_weather(Paris)'"),
+        (talk({"from": "function_call", "value": "get_weather(Paris)"}), "a tool call is 'get_weather(Paris)'"),
+        ({"messages": "[{'role': 'user'}]"}, "'messages' is a str; expected a list of messages, or its JSON text"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = put(tmp_path, talk(ANSWER), row)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:2: ") and words in str(caught.value)
+
+
+def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
+    """Over all rows; a key that the template reads is not counted, and neither is one without a value."""
+    odd = CALL | {"approved": True}
+    path = put(
+        tmp_path,
+        chat(USER | {"id": 1, "mood": "", "lang": "en"}, ANSWER, category="x", images=[], tools=None),
+        chat(USER | {"mood": "sad"}, {"role": "critic", "content": "C"}, ANSWER | {"channel": "f"}, images=["a.png"]),
+        chat(USER | {"mood": "gay"}, CALLING | {"tool_calls": [odd]}, images=["b.png"], chat_template_kwargs={"a": 1}),
+        chat(USER, {"role": "narrator", "content": "N"}),
+        chat({"role": "system", "content": "S"}, USER, ANSWER, system="T"),
+    )  # fmt: skip
+    rows, unread = read(path, "{{ message.channel }} {% if role == 'critic' %}")
+    assert len(rows) == 5 and unread.found == {
+        "column 'images' is not read": (2, f"{path}:2"),
+        "key 'mood' of messages is not read": (2, f"{path}:2"),
+        "column 'chat_template_kwargs' is not read": (1, f"{path}:3"),
+        "key 'approved' of tool calls is not read": (1, f"{path}:3"),
+        "role 'narrator' of messages is not known: they are not trained": (1, f"{path}:4"),
+        "conversation without a trained message: no message of the assistant, but of user, narrator": (1, f"{path}:4"),
+        "column 'system' is not read beside a system message": (1, f"{path}:5"),
+    }
+
+
+def test_an_optional_column_is_read_in_the_rows_that_have_it(tmp_path: Path) -> None:
+    early = {"instruction": "Q", "output": "A"}
+    path = put(tmp_path, early, early | {"input": "I"}, early | {"input": None})
+    assert [row["prompt"] for row in read(path)[0]] == ["Q", "Q\n\nI", "Q"]
+    # Later than the rows from which the columns are known: it is named, and read if the recipe names it.
+    path = put(tmp_path, *[early] * 300, early | {"input": "I"})
+    _, unread = read(path)
+    assert unread.found == {"column 'input' is not read": (1, f"{path}:301")}
+    data = Data(format=Format.prompt_completion, columns={"prompt": ["instruction", "input"], "completion": "output"})
+    [source] = open_sources(path)
+    for part in (source, source.between((0, 0), (len(json.dumps(early)) + 1, 1))):
+        assert next(read_rows([part], data, None))[0]["prompt"] == "Q"
+    assert list(read_rows([source], data, None))[-1][-1]["prompt"] == "Q\n\nI"
+    path = put(tmp_path, *[talk(ANSWER)] * 300, chat(USER, CALLING, tools=TOOLS))
+    assert read(path)[0][-1]["tools"] == TOOLS
+
+
+def test_the_columns_of_other_kinds_of_files_are_named_too(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], "id": [1, 2], "images": ["x", None]}), tmp_path / "a.parquet")
+    assert read(str(tmp_path / "a.parquet"))[1].found == {
+        "column 'images' is not read": (2, f"{tmp_path / 'a.parquet'}, row 1")
+    }
+    (tmp_path / "a.csv").write_text("text,images,score\na,,1\nb,x,2\n")
+    assert read(str(tmp_path / "a.csv"))[1].found == {"column 'images' is not read": (1, f"{tmp_path / 'a.csv'}:3")}
+
+
+def test_names_are_those_that_the_template_reads(tmp_path: Path) -> None:
+    path = put(tmp_path, talk(ANSWER | {"reasoning": "T"}, {"role": "tool", "content": "1"}))
+    [row], _ = read(path, "{% if m.role == 'observation' %}{{ m.content }}{% endif %}{{ m['thinking'] }}")
+    assert row["messages"][1:] == [ANSWER | {"thinking": "T"}, {"role": "observation", "content": "1"}]
+    [row], _ = read(put(tmp_path, talk({"role": "observation", "content": "1"})), "{{ m.role }}")
+    assert row["messages"][1]["role"] == "observation", "the template writes any role"
+
+
+def test_counts_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several files and parts, and when the files have other names."""
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fsdptrain.data.parts.SMALL", 10)  # each file is a part
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    put(folder, talk(ANSWER), name="a.jsonl")
+    put(folder, talk(ANSWER), talk(ANSWER | {"mood": "sad"}), name="b.jsonl")
+    put(folder, talk(ANSWER | {"mood": "sad"}), name="b.jsonl2.jsonl")
+    data = Data(format=Format.chat, seq_len=64)
+
+    def notes() -> list[str]:
+        rows = open_rows(str(folder), data, tokenizer_of("chatml"), None, lambda *_: None)
+        return notes_on_rows(rows)[0]
+
+    assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.jsonl:2)"]
+    monkeypatch.setattr("fsdptrain.data.parts.read_rows", None)
+    (folder / "b.jsonl").rename(folder / "b.0.jsonl")
+    assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.0.jsonl:2)"]
+
+
+def test_of_prompt_and_completion_the_completion_is_trained(tmp_path: Path) -> None:
+    path = put(tmp_path, {"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "B"}]})
+    data = Data(format=Format.chat, columns={"messages": ["prompt", "completion"]}, seq_len=64)
+    tokenizer = tokenizer_of("chatml")
+    [(ids, mask)] = Encoder(tokenizer, data)(next(read_rows(open_sources(path), data, None)))
+    assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag]) == "B<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "a.csv.gz"])
+def test_a_line_may_end_with_a_carriage_return_alone(name: str, tmp_path: Path) -> None:
+    import gzip
+
+    rows = ['{"prompt": "Q", "completion": "A"}', '{"prompt": "Q\\n1", "completion": ""}', '{"prompt": 5}']
+    if "json" not in name:
+        rows = ["prompt\tcompletion" if ".tsv" in name else "prompt,completion", "Q\tA" if ".tsv" in name else "Q,A",
+                '"Q\n1"\t' if ".tsv" in name else '"Q\n1",']  # fmt: skip
+    content = "\r".join(rows[:3] if "json" not in name else rows[:2]).encode() + b"\r"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    expected = [{"prompt": "Q", "completion": "A"}, {"prompt": "Q\n1", "completion": ""}]
+    assert read(str(tmp_path / name))[0] == expected
