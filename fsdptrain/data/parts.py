@@ -28,6 +28,7 @@ from typing import Any
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder, intact_folder, little_part
+from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
@@ -37,7 +38,7 @@ from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, die_with_parent
 
-TOKENS_VERSION = 1  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+TOKENS_VERSION = 2  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
@@ -113,7 +114,7 @@ def token_key(tokenizer: Any, data: Data, day: date | None) -> list[Any]:
     """Return (JSON) what decides the tokens of a row beside its content."""
     usual = vars(Data())
     keys = {k: v for k, v in vars(data).items() if k not in NOT_OF_TOKENS and v != usual[k]}
-    return [TOKENS_VERSION, tokenizer_digest(tokenizer), day and day.isoformat(), keys]
+    return [TOKENS_VERSION, tokenizer_digest(tokenizer), stop_tokens(tokenizer), day and day.isoformat(), keys]
 
 
 class PartEncoder:
@@ -164,12 +165,12 @@ class PartEncoder:
         (folder / "lengths.bin").write_bytes(encoder.lengths.tobytes())
         if self.data.turns == "split":
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
-        notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept)}
+        notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
 
 def notes_of(folder: Path) -> dict[str, int]:
-    """Return the counts of a part's folder: `rows` that were read, those that were `dropped`, and `tokens`."""
+    """Return the counts of a part's folder: `rows` that were read, those `dropped`, `tokens`, and counts of turns."""
     notes: dict[str, int] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return notes
 
