@@ -32,6 +32,7 @@ from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
+from fsdptrain.data.encode import OF_TURNS
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
@@ -515,6 +516,7 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     found_lost += [
         f"{what} ({counted(count, 'time')}, first in {place})" for what, (count, place) in rows.unread.items()
     ]
+    found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
     if empty := notes.get("empty_files"):
         found_divided.append(f"{counted(empty, 'empty file')} skipped")
     if notes.get("divided"):

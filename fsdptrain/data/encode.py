@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any
@@ -25,6 +26,11 @@ from fsdptrain.errors import DataError, Problem, RecipeError
 from fsdptrain.text import counted
 
 TRAINED = 1  # in the flags of a row
+# What is counted of trained turns, and what a note says of it.
+OF_TURNS = {
+    "endless": "without an end to learn: the chat template writes no token behind the answer that ends generation",
+    "shortened": "without a thought, or another part of the content, which the chat template leaves out of its text",
+}
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
 Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, how many tokens stand before it
 
@@ -46,6 +52,9 @@ class Encoder:
         self.prefix = prefix_tokens(tokenizer)  # the call also turns truncation and padding off in the backend
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
+        found = tokenizer.added_tokens_decoder
+        self.added_ids = frozenset(found)
+        self.taking_space = tuple(token.content for token in found.values() if token.rstrip)
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
             ConversationRenderer(tokenizer, data, day)
@@ -54,6 +63,7 @@ class Encoder:
         )
         self.lengths = array("I")  # tokens of each row, or of both answers of a pair
         self.dropped = 0
+        self.notes = self.render_conversation.notes if self.render_conversation else Counter[str]()
         self.conversation = 0  # number of the conversation that is encoded
         self.conversations = array("I")  # that of each row that is kept
 
@@ -140,14 +150,31 @@ class Encoder:
     def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
-        for found, text, edges in zip(
+        for found, text, wanted in zip(
             self.backend.encode_batch(texts, add_special_tokens=False), texts, edges_of, strict=True
         ):
+            edges = [self._beside_added(found, edge, text) for edge in wanted]
             counts = [_tokens_before(found, edge, len(text)) for edge in edges]
             if None not in counts:
                 yield found.ids, [count for count in counts if count is not None]
             else:
                 yield self._encode_in_parts(found, text, edges)
+
+    def _beside_added(self, found: Any, edge: int, text: str) -> int:
+        """Return an edge in the white space that an added token takes (`lstrip`, `rstrip`) as one beside that token."""
+        token = found.char_to_token(edge) if 0 < edge < len(text) else None
+        if token is None or found.ids[token] not in self.added_ids:
+            return edge
+        begin, end = found.token_to_chars(token)
+        return (
+            edge
+            if begin == edge
+            else end
+            if not text[edge:end].strip()
+            else begin
+            if not text[begin:edge].strip()
+            else edge
+        )
 
     def _encode_in_parts(self, found: Any, text: str, edges: list[int]) -> Located:
         """Encode a text in parts, cut at its edges; as a whole when the parts decode to another text.
@@ -174,6 +201,8 @@ class Encoder:
         Some also put it behind every added token; there the text is encoded together with that token.
         """
         assert self.continuing is not None
+        if (stripped := before.rstrip()).endswith(self.taking_space):
+            before = stripped
         if before.endswith(self.added):
             token = next(token for token in self.added if before.endswith(token))
             return self._encode_one(token + text)[len(self._encode_one(token)) :]

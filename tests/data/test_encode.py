@@ -5,6 +5,7 @@ The reference is the tokenizer on the whole text, with offsets: a token belongs 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,31 @@ def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> 
         elif tokenizer.family in LOSSLESS:  # the prompt ends with a space, where a token is cut
             assert tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag]) == answer * 2
     assert counts[0] == counts[1] if template == CHATML else abs(counts[0] / counts[1] - 1) < 0.01
+
+
+@pytest.mark.parametrize("strips", ["rstrip", "lstrip", "both"])
+def test_no_end_is_lost_in_white_space_that_an_added_token_takes(tokenizer: Any, strips: str) -> None:
+    """As those of Phi-3, with `rstrip`: the reference is the tokenizer on the whole text."""
+    sides = {"lstrip": strips != "rstrip", "rstrip": strips != "lstrip"}
+    taking = copy.deepcopy(tokenizer)
+    taking.add_special_tokens({
+        "extra_special_tokens": [AddedToken(f"<|{name}|>", normalized=False, special=True, **sides)
+                                 for name in ("user", "assistant", "end")]
+    })  # fmt: skip
+    taking.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    for answer in ("Answer", " Answer", "\n\n Answer \n", " ", ""):
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["Hi", answer] * 2)]
+        [(ids, mask)] = encoded(taking, [{"messages": talk}], format=Format.chat)
+        whole = taking(taking.apply_chat_template(talk, tokenize=False), add_special_tokens=False).input_ids
+        trained = [token for token, flag in zip(ids, mask, strict=True) if flag]
+        ends = [i for i, token in enumerate(ids) if token == taking.convert_tokens_to_ids("<|end|>")]
+        assert [mask[i] for i in ends] == [0, 1, 0, 1]
+        assert taking.decode(trained).replace(" ", "").replace("\n", "") == f"{answer.strip()}<|end|>" * 2
+        if strips != "lstrip":  # else a token with both `\n` before an answer and white space of it is cut
+            assert ids == whole
 
 
 @pytest.mark.parametrize("begin", [["<s>"], ["[gMASK]", "<sop>"], []], ids=["bos", "GLM", "none"])
