@@ -779,15 +779,6 @@ def init(
         typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id or local folder")] = None,
-    foreign: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="convert this YAML file of Axolotl, LLaMA-Factory, torchtune, TRL, Accelerate or DeepSpeed instead; "
-            "several are read as one",
-        ),
-    ] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
     hardware: Annotated[
         str | None,
@@ -799,18 +790,8 @@ def init(
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already and is not overwritten")
-    if foreign:
-        if data or model is not None or hardware is not None:
-            raise RecipeError("--from takes data and model from its files: leave out --data, --model and --hardware")
-        from fsdptrain.config.convert import convert
-
-        done = convert([_expanded_path(path) for path in foreign], dest)
-        _write_recipe(dest, done.text)
-        said = [*done.report(), "", f"{dest}\n{_next_command('validate', dest)}"]
-        print(wrapped_for("\n".join(said), sys.stdout))
-        return
     if not data or model is None:
-        raise RecipeError("give --data and --model, or the configuration of another tool with --from")
+        raise RecipeError("give --data and --model")
     from fsdptrain.data.starter import read_starter
     from fsdptrain.dryrun.proposal import propose, show_proposal
     from fsdptrain.terminal.page import Page
