@@ -687,7 +687,7 @@ class Recipe:
 
     name: str = key("run", "name of the run, used in output_dir")
     seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
-    output_dir: str = key("runs/${name}", "the run folder, or a URL in an object store such as s3://BUCKET/runs/NAME")
+    output_dir: str = key("runs/${name}", "the run folder")
     model: Model = field(default_factory=Model)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)

@@ -65,13 +65,6 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def read_if_there(path: Path) -> bytes | None:
-    """Return the content of a file, or None without one; raise StorageError if the system cannot read it."""
-    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
-        return path.read_bytes()
-    return None
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file and rename it into place, so that readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -17,10 +17,8 @@ from fsdptrain.text import counted
 
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return a labelled line each for run, model, data, ranks, batch, learning rate; what is trained; the Hub."""
-    works = f"in {short_path(rundir.root)}, uploaded with each checkpoint and at the end"
     lines = {
-        "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {rundir.url or short_path(rundir.root)}",
-        "works": works if rundir.url else "",
+        "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {short_path(rundir.root)}",
         "model": _describe_model(plan),
         "trains": _describe_trained(plan) if plan.freezes else "",
         "data": _describe_data(plan),

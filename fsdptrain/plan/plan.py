@@ -33,7 +33,6 @@ from fsdptrain.config.paths import (
     places,
     with_chat_template,
     with_expanded_paths,
-    working_folder,
 )
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.reflection import all_paths, flat, value_at
@@ -44,7 +43,6 @@ from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, fir
 from fsdptrain.folder.files import NOTHING_THERE
 from fsdptrain.folder.records import json_object, read_text
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import URL
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED
 from fsdptrain.processes import threads_for
@@ -148,8 +146,7 @@ class Plan:
     @property
     def rundir(self) -> RunDir:
         """The run folder, and the place of the checkpoints."""
-        url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
-        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
+        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path)
 
     @property
     def sources(self) -> list[MixtureSource]:
@@ -366,7 +363,7 @@ class Plan:
 
         The layout is not compared: the node that writes the plan takes it from the checkpoints.
         """
-        return dataclasses.replace(self, threads=0, run_dir=self.rundir.place, layout=LAYOUT)
+        return dataclasses.replace(self, threads=0, run_dir=str(self.rundir.root), layout=LAYOUT)
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of what must be equal on all nodes."""
@@ -479,7 +476,7 @@ def draft_plan(
     plan = Plan(
         version=__version__,
         recipe=recipe,
-        run_dir=str(working_folder(recipe.output_dir)),
+        run_dir=str(Path(recipe.output_dir).absolute()),
         data_paths=data_paths,
         eval_path=eval_path,
         topology=topology,

@@ -521,7 +521,7 @@ def test_nodes_with_the_same_host_name_are_distinguished(
         with pytest.raises(RecipeError, match="on this machine"):
             claim(recipe).__enter__()
         (tmp_path / "other").write_text("another-boot-or-container")
-        monkeypatch.setattr(f"fsdptrain.attempts.holder.{what}", tmp_path / "other")
+        monkeypatch.setattr(f"fsdptrain.attempts.claim.{what}", tmp_path / "other")
         with claim(recipe):
             pass
 
