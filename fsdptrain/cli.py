@@ -297,7 +297,7 @@ def _claim(
     raise_limits(plan)
     plan = compiled_where_possible(plan, limits_here())
     earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
-    return dataclasses.replace(plan, layout=earlier.layout), earlier
+    return plan, earlier
 
 
 @app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")

@@ -32,7 +32,7 @@ from fsdptrain.folder.ownership import ExportRecord, export_has, read_export_rec
 from fsdptrain.folder.records import RunState, Tail, by_loss, ends_early, read_object
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import checkpoint_name
-from fsdptrain.plan.plan import EARLIER_LAYOUTS, LAYOUT, LAYOUT_KEY, Plan, open_plan
+from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
@@ -62,7 +62,6 @@ class EarlierAttempts:
     step: int = 0  # of the newest complete checkpoint; 0 if there is none
     finished: bool = False  # all steps are trained, evaluated and exported as the plan asks
     trained: bool = False  # all steps are trained
-    layout: int = LAYOUT  # of the checkpoints
     faults: tuple[str, ...] = ()  # the records of the run that cannot be used, and why
 
 
@@ -105,7 +104,6 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     complete, start = complete_steps(rundir), before.trained_by
     step = max(complete, default=0)
     # Would this plan continue the same run?
-    plan = _with_layout_of(manifest, plan)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
             finished = f"the run in {rundir.root} is finished ({counted(step, 'step')}): nothing was trained"
@@ -113,11 +111,11 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
         raise RecipeError(problems)
     # Are steps left to train?
     if not step or not start:
-        return EarlierAttempts(step, layout=plan.layout)
+        return EarlierAttempts(step)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
     losses = before.losses(plan.recipe.eval.best_of, until=step)
     if wanted > step and not ends_early(losses, step, plan.recipe.eval.patience):
-        return EarlierAttempts(step, layout=plan.layout)
+        return EarlierAttempts(step)
     if wanted <= step < total:
         raise RecipeError(f"{rundir.root}: {too_few_steps(step, wanted, total)}")
     # All steps are trained, or eval.patience has ended the run. A changed plan would have no effect, so it is refused.
@@ -129,7 +127,7 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     evaluated = plan.recipe.data.eval is None or before.has("eval", step)
     best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
     all_done = evaluated and _is_exported(rundir, plan, [*best, step][0], export)
-    return EarlierAttempts(step, all_done, trained=True, layout=plan.layout)
+    return EarlierAttempts(step, all_done, trained=True)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
@@ -167,16 +165,10 @@ def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: Export
     )
 
 
-def _with_layout_of(manifest: Manifest, plan: Plan) -> Plan:
-    """Return the plan with the layout of the run to continue, if this version still knows it."""
-    layout = manifest.identity.get(LAYOUT_KEY)
-    return replace(plan, layout=layout) if layout in EARLIER_LAYOUTS else plan
-
-
 def is_continued(rundir: RunDir, plan: Plan) -> bool:
     """Return whether a plan would continue the newest checkpoint that there is, as the same run; True without one."""
     manifest = newest_manifest(rundir)
-    return manifest is None or not resume_problems(manifest.identity, _with_layout_of(manifest, plan).identity())
+    return manifest is None or not resume_problems(manifest.identity, plan.identity())
 
 
 def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:

@@ -10,7 +10,6 @@ others wait until the plan in the folder is the same as their own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -79,7 +78,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         yield earlier
         return
     if not writes:
-        _wait_for_plan(dataclasses.replace(plan, layout=earlier.layout), rundir)
+        _wait_for_plan(plan, rundir)
         yield earlier
         return
     _check_access(rundir)
@@ -92,7 +91,6 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         if first and fresh and rundir.has_run():
             _refuse_used(rundir)
         earlier = inspect_earlier_attempts(rundir, plan)
-        plan = dataclasses.replace(plan, layout=earlier.layout)
         if first and not earlier.finished:
             _check_places(plan, rundir)
             _mark_checkpoints(rundir)
@@ -342,15 +340,8 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
 
 
 def lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
-    """Lock a run until the end of `stack`; return whether no other process had locked it.
-
-    What is locked is the mark, which stays when the logs are removed, and the file that earlier versions lock.
-    """
-    with contextlib.ExitStack() as locks:
-        if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
-            stack.enter_context(locks.pop_all())
-            return True
-    return False
+    """Lock a run, by its mark, until the end of `stack`; return whether no other process had locked it."""
+    return _try_lock(stack, rundir, rundir.mark)
 
 
 def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
@@ -369,7 +360,7 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     while time.monotonic() < deadline:
         try:
             found = open_plan(rundir.plan)
-            if found.digest() == plan.digest() and found.layout == plan.layout:
+            if found.digest() == plan.digest():
                 return
         except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
             unreadable = error

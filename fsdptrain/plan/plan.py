@@ -52,11 +52,9 @@ from fsdptrain.text import counted
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
-# again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
+# again, and runs of another version cannot be resumed.
 LAYOUT = 6
 
-BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share sequences
-EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the one that they began with
 LAYOUT_KEY = "layout"  # of LAYOUT in an identity
 KEEPS_STATE = ".kept"  # after a key of the recipe in an identity: not 0, so that the optimizer keeps state for it
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
@@ -141,7 +139,6 @@ class Plan:
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
     libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
-    layout: int = LAYOUT  # that of the run that it continues, else of this version
 
     @property
     def rundir(self) -> RunDir:
@@ -356,14 +353,11 @@ class Plan:
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:
             same[f"optim.{keeps_if}{KEEPS_STATE}"] = bool(recipe[f"optim.{keeps_if}"])
-        return fixed | same | {LAYOUT_KEY: self.layout}
+        return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def shared(self) -> Plan:
-        """Return the plan with only what must be equal on all nodes: each has its own cores, and its own cache.
-
-        The layout is not compared: the node that writes the plan takes it from the checkpoints.
-        """
-        return dataclasses.replace(self, threads=0, run_dir=str(self.rundir.root), layout=LAYOUT)
+        """Return the plan with only what must be equal on all nodes: each has its own cores."""
+        return dataclasses.replace(self, threads=0)
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of what must be equal on all nodes."""
