@@ -104,6 +104,7 @@ FOREIGN_NAMES = {
     "always 2 (FSDP2): delete the line": "fsdp_version",
     "derived (checkpoints are sharded, the export is full): delete the line": "state_dict_type",
     "derived from fsdp.strategy, fsdp.shard_size and the number of ranks": "process_group device_mesh",
+    "not supported any more: no gain was ever measured; delete the line": "separate_reduce_scatter symmetric_memory",
     "derived from fsdp.wrap and the prefetch keys: delete the line": (
         "reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size"
     ),

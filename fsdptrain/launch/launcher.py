@@ -151,8 +151,6 @@ def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     else:
         settings |= default_settings(environment)
-    if plan.recipe.fsdp.symmetric_memory:
-        settings["NCCL_CTA_POLICY"] = "2"  # zero multiprocessors: gathers go through copy engines
     return {name: value for name, value in settings.items() if name not in environment}
 
 

@@ -35,8 +35,8 @@ from fsdptrain.config.paths import (
     with_expanded_paths,
 )
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.reflection import all_paths, flat, value_at
-from fsdptrain.config.rules import NCCL_KEYS, profile_problem
+from fsdptrain.config.reflection import all_paths, flat
+from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
@@ -445,7 +445,6 @@ def draft_plan(
     recipe, faults = with_chat_template(recipe, written.folder)
     problems += faults
     problems += elastic_problems(recipe, topology) or _division_problems(recipe, topology)
-    problems += _nccl_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
@@ -610,16 +609,6 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
     divisors = ", ".join(map(str, near))
     return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
-
-
-def _nccl_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Return a problem for each key of collectives on GPUs that would have no effect on these ranks."""
-    fault = None
-    if topology.device == "cpu":
-        fault = "needs GPUs: ranks on CPUs communicate through gloo"
-    elif _shard_size(recipe, topology) == 1:
-        fault = "has no effect: a rank holds all parameters, and gathers nothing"
-    return [Problem(f"{fault}; remove it", path) for path in NCCL_KEYS if fault and value_at(recipe, path)]
 
 
 def model_name_problems(recipe: Recipe) -> list[Problem]:

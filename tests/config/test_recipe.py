@@ -95,8 +95,6 @@ fsdp:
   reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
-  separate_reduce_scatter: false
-  symmetric_memory: false
   ignore: []
   cpu_offload: false
   activation_checkpointing: none
