@@ -17,7 +17,6 @@
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
     │   ├── StorageError      6   a disk or an object store refuses, or does not answer
-    │   │   └── RunLost       6   another machine writes the run in the object store, or it was removed from there
     │   └── FolderLost        6   the run folder was removed, renamed or replaced while the run used it
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
@@ -126,10 +125,6 @@ class OtherVersion(CheckpointError):
 
 class StorageError(CheckpointError):
     """A disk or an object store refuses or does not answer: what it holds may be intact."""
-
-
-class RunLost(StorageError):
-    """Another machine writes the run in the object store now, or the run was removed from there."""
 
 
 class FolderLost(CheckpointError):

@@ -165,22 +165,6 @@ def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str,
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
-def reductions_apart(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Return the curve with reductions in a group of their own, and which groups the collectives were in.
-
-    `named` are the collectives of its last step, as a hang report names them. A recipe may not ask for it on CPUs.
-    """
-    with patch("fsdptrain.plan.plan._nccl_problems", lambda *_: []):
-        run = build(recipe, [*overrides, "fsdp.separate_reduce_scatter=true"])
-    made = curve(run, 1)
-    before, _ = len(recorded()), ISSUED.clear()
-    made += curve(run, 2, 1)
-    groups = {
-        kind: sorted({each.group for each in ISSUED if each.kind == kind}) for kind in ("all-gather", "reduction")
-    }
-    return {"curve": made, "groups": groups, "named": recorded()[before:]}
-
-
 def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
     """Return of each variant the held-out loss, the curve, and the logits with which an export is compared.
 

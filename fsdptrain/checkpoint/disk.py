@@ -61,8 +61,6 @@ def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]
     """Yield an error when there is too little space, with what needs it."""
     if space["free_bytes"] < space["needed_bytes"]:
         way_out = "lower checkpoint.keep, or set output_dir to another disk"
-        if plan.rundir.url is not None:
-            way_out = "set FSDPTRAIN_CACHE to a folder on another disk"
         yield CheckpointError(
             f"output_dir: no space: needs {size(space['needed_bytes'])}, has {size(space['free_bytes'])} on the disk "
             f"of {plan.run_dir} ({_breakdown(space)}): {way_out}"

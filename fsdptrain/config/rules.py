@@ -422,12 +422,6 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.fsdp.ignore and recipe.fsdp.cpu_offload:
         yield Problem("is not possible with fsdp.cpu_offload, which keeps parameters in host memory", "fsdp.ignore")
-    for path in NCCL_KEYS:
-        if value_at(recipe, path) and (fault := _library_fault("torch", (2, 13))):
-            yield Problem(f"{fault}: remove it", path)
-
-
-NCCL_KEYS = ("fsdp.separate_reduce_scatter", "fsdp.symmetric_memory")  # torch 2.11 has neither
 
 
 def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -313,19 +313,6 @@ class Fsdp:
         "hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and copy them "
         "to the host (cpu_offload) only in the last",
     )
-    separate_reduce_scatter: bool = key(
-        False,
-        "GPUs, torch 2.13 or newer: reduce gradients in an NCCL group of its own, so that gathers do not wait for it",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=False,
-    )
-    symmetric_memory: bool = key(
-        False,
-        "GPUs, torch 2.13 or newer: gather and reduce in NCCL's symmetric memory, so that gathers use copy engines "
-        "instead of multiprocessors (published: from 2% faster to 2% slower)",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=False,
-    )
     ignore: list[str] = key(
         [],
         "frozen parameters that every rank keeps whole instead of gathering them, given as in model.trainable",
@@ -693,7 +680,7 @@ class Recipe:
 
     name: str = key("run", "name of the run, used in output_dir")
     seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
-    output_dir: str = key("runs/${name}", "the run folder, or a URL in an object store such as s3://BUCKET/runs/NAME")
+    output_dir: str = key("runs/${name}", "the run folder")
     model: Model = field(default_factory=Model)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)

@@ -91,9 +91,8 @@ def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pi
 
 def _pinned_before(rundir: RunDir) -> Pinned:
     """Return what earlier attempts pinned; {} before the first checkpoint, unless it is of this start."""
-    names = (rundir.pinned, rundir.root / "commits.json")  # the second is that of versions without dates
-    path = next(filter(is_there, names), None)
-    if path is None:
+    path = rundir.pinned
+    if not is_there(path):
         return {}
     try:
         written = read_object(path)

@@ -66,13 +66,6 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def read_if_there(path: Path) -> bytes | None:
-    """Return the content of a file, or None without one; raise StorageError if the system cannot read it."""
-    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
-        return path.read_bytes()
-    return None
-
-
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.

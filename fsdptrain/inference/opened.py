@@ -68,9 +68,9 @@ def opened_model(
         rundir = RunDir.open(rundir.root.parent)
     plan = open_plan(rundir.plan) if is_there(rundir.plan) else None
     if plan is None and step is not None:
-        raise RecipeError(f"--step: {rundir.place} is not a run, so it has no checkpoints: leave it out")
+        raise RecipeError(f"--step: {rundir.root} is not a run, so it has no checkpoints: leave it out")
     with contextlib.ExitStack() as stack:
-        folder, name = rundir.root, rundir.place
+        folder, name = rundir.root, str(rundir.root)
         if plan and step is None and is_model(rundir.export):
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
@@ -90,14 +90,14 @@ def exported_for_now(rundir: RunDir, plan: Plan, step: int | None, screen: Scree
     """
     steps = rundir.checkpoint_steps()
     if not steps:
-        raise RecipeError(f"{rundir.place} has neither an export nor a complete checkpoint: run it first")
+        raise RecipeError(f"{rundir.root} has neither an export nor a complete checkpoint: run it first")
     separate = plan.recipe.adapter.kind and plan.recipe.export.adapter == "separate"
     with scratch_folder() as scratch:
         out = scratch / "export"
         with screen.busy("exporting a checkpoint"):
             quiet = Screen(quiet=True)
             export_checkpoint(rundir, step, out, None if separate else plan.recipe.model.dtype, quiet, compare=False)
-        yield out, f"{rundir.place}, step {quiet.last['export']['step']}"
+        yield out, f"{rundir.root}, step {quiet.last['export']['step']}"
 
 
 def default_dtype(plan: Plan | None) -> str:

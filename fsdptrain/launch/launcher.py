@@ -32,18 +32,16 @@ from fsdptrain.errors import (
     KilledForMemory,
     NodeWaits,
     NotMet,
-    RunLost,
     Stopped,
     StorageError,
     WorkerError,
     WorkerLost,
     from_record,
 )
-from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
+from fsdptrain.folder.events import cut_partial_lines, record_restart
 from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
-from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.plan.gpus import default_settings
@@ -134,39 +132,6 @@ def launch(
                 lock_run(lock, rundir)
 
 
-def upload_export(plan: Plan, screen: Screen) -> None:
-    """Upload the files of a finished run, and its export last, if `output_dir` is in an object store.
-
-    Only the node of rank 0 has them. Raises StorageError if the store refuses, RunLost if another machine has taken
-    over the run, and Stopped after a stop signal.
-    """
-    rundir, store = plan.rundir, RunStore.of(plan.rundir)
-    if store is None or (plan.topology.nnodes > 1 and not store.is_writer()):
-        return
-    said = False
-
-    def show_stop() -> None:
-        nonlocal said
-        if stop.count and not said:
-            screen.say(f"{stop.by}: stopping after what is being sent ({stop.by} again: stop now)")
-            said = True
-        if stop.count > 1:
-            screen.say("stopped while the export was uploaded; run the same command to continue")
-            screen.__exit__()
-            os._exit(Stopped.exit_code)  # the threads that send would go on
-
-    try:
-        with StopRequest() as stop, screen.busy("uploading the run"):
-            store.push()
-            store.push_export(stop, lambda *fields: screen.show(progress_record(*fields)), show_stop)
-    except RunLost:
-        raise
-    except StorageError as error:
-        raise StorageError(f"{error}\nnothing is lost: the same command uploads what is in {rundir.root}") from None
-    if store.exported_step() is not None:
-        screen.say(f"the export is in {store.root / EXPORT}")
-
-
 def agent_environment(plan: Plan) -> dict[str, str]:
     """Return the environment of the agent, which its workers inherit; what the user has set for them is kept.
 
@@ -187,8 +152,6 @@ def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     else:
         settings |= default_settings(environment)
-    if plan.recipe.fsdp.symmetric_memory:
-        settings["NCCL_CTA_POLICY"] = "2"  # zero multiprocessors: gathers go through copy engines
     return {name: value for name, value in settings.items() if name not in environment}
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdptrain.config.paths import working_folder
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
 from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.records import Tail
@@ -45,7 +44,7 @@ def main() -> None:
     LOGS is the folder of the job's log, CODE the exit code of the step, SINCE when it began (seconds since 1970).
     """
     output_dir, logs, code, since = sys.argv[1:]
-    rundir = RunDir.open(working_folder(output_dir))
+    rundir = RunDir.open(Path(output_dir).absolute())
     notes = Path(logs) / f"slurm-{os.environ['SLURM_JOB_ID']}-requeues.jsonl"
     try:
         step = max(rundir.checkpoint_steps(), default=0)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -207,10 +205,7 @@ class NamedComm:
 
 
 def wrap_communications(model: nn.Module, wrap: Callable[[Any, CollectiveKind, str], Any]) -> None:
-    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`.
-
-    `set_symm_mem_for_comm` comes before: FSDP2 refuses it for a communication that was replaced.
-    """
+    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`."""
     for unit, groups in groups_of_units(model).items():
         for group in groups:
             group._all_gather_comm = wrap(group._all_gather_comm, "all-gather", unit)
@@ -225,14 +220,6 @@ def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None
     wrap_communications(
         model, lambda comm, kind, unit: NamedComm(comm, kind, unit, copies if kind == "reduction" else None)
     )
-
-
-def separate_reductions(model: Any, timeout: timedelta) -> None:
-    """Reduce the gradients of a sharded model in groups of their own, whose collectives may take `timeout`."""
-    model.set_separate_reduce_scatter_group()
-    for group in itertools.chain(*groups_of_units(model).values()):
-        with contextlib.suppress(RuntimeError):  # a fake group has no timeout
-            group.mesh_info.reduce_scatter_process_group.set_timeout(timeout)
 
 
 def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[str, Any]]:

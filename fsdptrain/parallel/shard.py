@@ -34,11 +34,10 @@ from fsdptrain.parallel.patches import (
     leave_open,
     name_collectives,
     resharding_to,
-    separate_reductions,
     takes_two_dtypes,
 )
 from fsdptrain.parallel.recompute import KERNELS, recompute
-from fsdptrain.parallel.world import World, collective_timeout, first_row
+from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -119,11 +118,6 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     if model.float32_names:
         keep_float32(model, {id(param) for name, param in model.named_parameters() if name in model.float32_names})
     set_prefetch(units, fsdp)
-    # The group comes before the buffers, which it maps, and both before the names, which wrap FSDP2's communications.
-    if fsdp.separate_reduce_scatter:
-        separate_reductions(model, collective_timeout(plan))
-    if fsdp.symmetric_memory:
-        world.use_symmetric_memory(model)
     name_collectives(model, world.mesh.get_group(0) if world.mesh.ndim > 1 else None)
 
 

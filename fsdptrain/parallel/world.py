@@ -12,9 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
@@ -143,12 +141,6 @@ class World:
         ranks = local.new_empty(self.size * len(local))  # one tensor: a list of them costs time for each rank
         dist.all_gather_into_tensor(ranks, local)
         return ranks.view(self.size, -1)
-
-    def use_symmetric_memory(self, model: nn.Module) -> None:
-        """Let every unit of a sharded model gather and reduce in NCCL's symmetric memory (`fsdp.symmetric_memory`)."""
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_symm_mem_for_comm()
 
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""

@@ -49,7 +49,7 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
 
     Raises RecipeError if no run has anything to show, or if there are more than have a colour.
     """
-    rundirs = {run.place: run for folder in opened for run in _runs_in(folder)}
+    rundirs = {str(run.root): run for folder in opened for run in _runs_in(folder)}
     if len(rundirs) > COLOURS:
         raise RecipeError(f"a report compares up to {COLOURS} runs, and these are {len(rundirs)}: name some of them")
     runs, left_out = list[RunHistory](), list[str]()
@@ -75,7 +75,7 @@ def _runs_in(folder: RunDir) -> list[RunDir]:
 
 
 def _opened(path: Path) -> RunDir:
-    """Return a run folder; if its plan cannot be read, as one without a store: reading it says why."""
+    """Return a run folder; if its plan cannot be read, as one without a plan: reading it says why."""
     try:
         return RunDir.open(path)
     except (RecipeError, StorageError):
@@ -170,7 +170,7 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     versions |= {name: start[name] for name in ("torch", "transformers") if name in start}
     yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items()), ""
     yield "attempts", str(sum(record["event"] == "start" for record in run.records)), ""
-    yield "folder", run.rundir.place, ""
+    yield "folder", str(run.rundir.root), ""
 
 
 def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:

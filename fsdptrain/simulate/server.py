@@ -39,8 +39,6 @@ from fsdptrain.simulate.kernels import NAMES, attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import seconds, size
 
-SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/memory.md
-
 
 def estimate(
     plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None,
@@ -80,8 +78,6 @@ def estimate(
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
-    if plan.recipe.fsdp.symmetric_memory:
-        notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)

@@ -96,8 +96,6 @@ fsdp:
   reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
-  separate_reduce_scatter: false
-  symmetric_memory: false
   ignore: []
   cpu_offload: false
   activation_checkpointing: none
@@ -335,22 +333,14 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
     ("name", "says"),
     [
         ("neftune_noise_alpha", "noise"),
-        ("label_smoothing_factor", "smoothing"),
-        ("lora_mlp_kernel", "kernels"),
-        ("rdzv_backend", "always c10d"),
-        ("galore_rank", "optim.name"),
-        ("optimizer_in_bwd", "after the whole backward pass"),
         ("cast_forward_inputs", "always off"),
+        ("fsdp_use_orig_params", "always on"),
         ("ignored_modules", "only frozen ones"),
-        ("nvme_path", "offloaded to disk"),
-        ("zero_quantized_weights", "reduced in reduce_dtype"),
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "data.turns"),
         ("save_only_model", "optimizer's state"),
-        ("auto_find_batch_size", "--advise"),
-        ("custom_sharded_layers", "names of classes"),
     ],
 )
 def test_the_reason_of_a_foreign_name_is_its_own(name: str, says: str) -> None:

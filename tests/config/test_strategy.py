@@ -50,7 +50,7 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
         "HYBRID_SHARD_ZERO2": {"fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None},
         "NO_SHARD": {
             "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
-            "fsdp.separate_reduce_scatter": False, "fsdp.symmetric_memory": False, "fsdp.reshard_after_forward": None,
+            "fsdp.reshard_after_forward": None,
             "fsdp.ignore": [],
         },
     }  # fmt: skip

@@ -232,14 +232,6 @@ def test_a_run_with_a_checkpoint_keeps_its_date_and_its_commits(hub: Hub, tmp_pa
         pin_date(plan, DATED, rundir)
 
 
-def test_the_commits_of_an_earlier_version_are_kept(hub: Hub, tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
-    rundir = start(plan)
-    rundir.checkpoint(5).mkdir(parents=True)
-    (rundir.root / "commits.json").write_text(json.dumps({"start": 1, "commits": {"org/name": "1a" * 20}}))
-    assert pin_commits(plan, rundir).data_path == f"org/name@{'1a' * 20}" and not hub.requests
-
-
 def test_a_date_is_pinned_only_if_the_template_renders_it(tmp_path: Path) -> None:
     chat, text = (plan_of(write_recipe(tmp_path), f"data.format={kind}") for kind in ("chat", "text"))
     for plan, template in ((chat, "{{ messages }}"), (chat, None), (text, DATED.chat_template)):
