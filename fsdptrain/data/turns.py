@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptrain.data.columns import common_prefix_length
+from fsdptrain.data.messages import Message
 from fsdptrain.errors import DataError
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
 
