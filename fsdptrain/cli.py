@@ -29,6 +29,7 @@ from fsdptrain.errors import (
     disk_full_error,
     first_line,
     is_disk_full,
+    is_panic,
 )
 from fsdptrain.folder.files import shipped, system_reason, write_atomically
 from fsdptrain.folder.records import json_safe
@@ -182,9 +183,11 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be a file name in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
         ) from None
-    except Exception as error:
+    except BaseException as error:
         if is_disk_full(error):  # of a library in Rust
             raise disk_full_error(error) from None
+        if is_panic(error):
+            raise FsdptrainError(f"internal error: a library failed: {first_line(error)} (please report it)") from error
         raise
 
 

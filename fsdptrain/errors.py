@@ -176,6 +176,11 @@ def disk_full_error(error: BaseException) -> CheckpointError:
     return CheckpointError(f"no space: {error}")
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a library in Rust: its class is no Exception, and cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, the one it was raised from or while handling, and so on to the first."""
     while error is not None:

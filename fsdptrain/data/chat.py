@@ -40,6 +40,7 @@ from fsdptrain.data.turns import (
 )
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
+from fsdptrain.text import size
 
 TEMPLATE_S = 30  # how long a chat template may render one conversation
 TEMPLATE_BYTES = 2**32  # how much memory it may take, beyond what is in use before
@@ -109,18 +110,14 @@ class ConversationRenderer:
         if self.data.turns != "all" and wanted:
             rows = [(messages[: i + 1], [i]) for i in wanted[-1 if self.data.turns == "last" else 0 :]]
         try:
-            with _limited_resources(), templates_on(self.day):
+            with _finishing(messages, self.day):
                 return [self._render(self._with_texts(part, tools), tools, trained) for part, trained in rows]
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
-        except (TimeoutError, MemoryError) as error:
-            raise DataError(
-                f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
-            ) from None
 
     def prompt(self, messages: list[Message]) -> str:
-        """Return a conversation as text, up to where the assistant answers; raises DataError if it is rejected."""
-        with _limited_resources(), templates_on(self.day):
+        """Return a conversation as text, up to where the assistant answers; raises DataError as a call does."""
+        with _finishing(messages, self.day):
             return self._apply_template(messages, None, prompt=True)
 
     def _render(self, messages: list[Message], tools: list[Any] | None, wanted: list[int]) -> Rendered:
@@ -366,6 +363,19 @@ def _rejection(messages: list[Message], error: Exception) -> DataError:
         f"the chat template rejects a conversation: {error!r:.300}; change the row, or set a template that "
         f"accepts it in data.chat_template; the conversation begins {str(messages)[:120]}"
     )
+
+
+@contextlib.contextmanager
+def _finishing(messages: list[Message], day: date | None) -> Iterator[None]:
+    """Let templates see `day` inside; raise DataError for one that does not finish."""
+    try:
+        with _limited_resources(), templates_on(day):
+            yield
+    except (TimeoutError, MemoryError) as error:
+        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
+        raise DataError(
+            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import date
 from typing import Any
 
@@ -22,7 +24,7 @@ from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
 from fsdptrain.data.turns import Message, Span
-from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_panic
 from fsdptrain.text import counted
 
 TRAINED = 1  # in the flags of a row
@@ -31,6 +33,7 @@ OF_TURNS = {
     "endless": "without an end to learn: the chat template writes no token behind the answer that ends generation",
     "shortened": "without a thought, or another part of the content, which the chat template leaves out of its text",
 }
+POLL_S = 0.2
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
 Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, how many tokens stand before it
 
@@ -38,13 +41,15 @@ Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, 
 class Encoder:
     """Encodes rows of one format as tokens and flags, and counts the rows that are dropped.
 
-    `day` is what a chat template sees as today.
+    `day` is what a chat template sees as today. While the tokenizer works, `tick` is called, which may raise.
 
-    Raises DataError for a tokenizer without an end-of-sequence token.
+    Raises DataError for a tokenizer without an end-of-sequence token, and for one that fails on a text.
     """
 
-    def __init__(self, tokenizer: Any, data: Data, day: date | None = None) -> None:
-        self.tokenizer, self.data = tokenizer, data
+    def __init__(
+        self, tokenizer: Any, data: Data, day: date | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        self.tokenizer, self.data, self.tick = tokenizer, data, tick
         self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if tokenizer.eos_token_id is None:
             raise DataError("model.tokenizer: has no end-of-sequence token, which every row has to end with")
@@ -132,8 +137,8 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if self.backend is not None:  # without offsets and attention masks: takes half the time
-            return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+            return (found.ids for found in encoded_apart(self.backend.encode_batch_fast, texts, self.tick))
+        encoded: list[list[int]] = encoded_apart(self.tokenizer, texts, self.tick, verbose=False).input_ids
         return encoded
 
     def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
@@ -151,7 +156,7 @@ class Encoder:
         """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
         for found, text, wanted in zip(
-            self.backend.encode_batch(texts, add_special_tokens=False), texts, edges_of, strict=True
+            encoded_apart(self.backend.encode_batch, texts, self.tick), texts, edges_of, strict=True
         ):
             edges = [self._beside_added(found, edge, text) for edge in wanted]
             counts = [_tokens_before(found, edge, len(text)) for edge in edges]
@@ -208,7 +213,7 @@ class Encoder:
             return self._encode_one(token + text)[len(self._encode_one(token)) :]
         special = self.any_added.search(text)
         head = text[: special.start()] if special else text
-        ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
+        ids: list[int] = encoded_apart(self.continuing.encode_batch_fast, [head], self.tick)[0].ids
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
     def _locate_without_offsets(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
@@ -220,6 +225,35 @@ class Encoder:
                 for edge in edges
             ]
             yield ids, counts
+
+
+def encoded_apart(
+    encode: Callable[..., Any], texts: Sequence[str], tick: Callable[[], None] = lambda: None, **how: Any
+) -> Any:
+    """Return what `encode` makes of some texts in another thread, so that this one handles signals and calls `tick`.
+
+    Raises DataError where a tokenizer in Rust panics, with the text.
+    """
+    found = Future[Any]()
+
+    def work() -> None:
+        try:
+            found.set_result(encode(texts, **{"add_special_tokens": False, **how}))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # if it never ends, the process can
+    while not wait([found], POLL_S).done:
+        tick()
+    error = found.exception()
+    if error is None or not is_panic(error):
+        return found.result()
+    for text in texts if len(texts) > 1 else ():  # find the one
+        encoded_apart(encode, [text], tick, **how)
+    raise DataError(
+        f"model.tokenizer: its rules fail ({first_line(error)}) on a text that begins {texts[0][:120]!r}: remove the "
+        "text, or use another tokenizer"
+    )
 
 
 def renders_chat(tokenizer: Any, data: Data | None) -> bool:
@@ -234,9 +268,9 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], data: Data | None, da
     """
     if renders_chat(tokenizer, data):
         text = ConversationRenderer(tokenizer, data or Data(), day).prompt(messages)
-        return [*tokenizer(text, add_special_tokens=False).input_ids]
+        return [*encoded_apart(tokenizer, [text]).input_ids[0]]
     text = messages[-1]["content"] + (data.separator if data else "")
-    prefix, ids = prefix_tokens(tokenizer), tokenizer(text, add_special_tokens=False).input_ids
+    prefix, ids = prefix_tokens(tokenizer), encoded_apart(tokenizer, [text]).input_ids[0]
     return [*ids] if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
@@ -266,7 +300,7 @@ def evaluated_prompts(recipe: Recipe, tokenizer: Any, day: date | None = None) -
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
-    plain, whole = (tokenizer("a", add_special_tokens=added).input_ids for added in (False, True))
+    plain, whole = (encoded_apart(tokenizer, ["a"], add_special_tokens=added).input_ids[0] for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return [int(token) for token in whole[:at]]
 

@@ -24,7 +24,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
-from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary, is_panic
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.files import openable
 from fsdptrain.plan.plan import Plan
@@ -85,7 +85,9 @@ def recipe_errors(message: str) -> Iterator[None]:
         yield
     except FsdptrainError:
         raise
-    except Exception as error:  # a damaged or hostile file may raise any class
+    except BaseException as error:  # a damaged or hostile file may raise any class
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise RecipeError(f"{message}: {error_summary(error)}") from None
 
 

@@ -154,7 +154,8 @@ class PartEncoder:
         return cached_folder(KIND, [self.key, part.content, limit], write, self.little)
 
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
-        encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
+        encoder = Encoder(self.tokenizer, self.data, self.day, lambda: self.report(0))
+        done, kept = 0, array("I")
         unread = Unread(self.tokenizer.chat_template)
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
             for batch in read_rows(part.sources, self.data, limit, unread):

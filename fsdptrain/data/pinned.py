@@ -105,8 +105,10 @@ def _pinned_before(rundir: RunDir) -> Pinned:
             if "windows" in written:
                 found["windows"] = {"files": str(written["windows"]["files"]), "read": list(written["windows"]["read"])}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        words = str(error).removeprefix(f"{path}: ")
+        reason = words if isinstance(error, ValueError) else "it is not what a run writes there"
         raise CheckpointError(
-            f"{path} cannot be read ({error!r}), so the commit of the data or the date of the chat template is not "
+            f"{path} cannot be read ({reason}), so the commit of the data or the date of the chat template is not "
             "known: restore it, or delete it and set data.revision to the commit"
         ) from None
     return found

@@ -19,9 +19,9 @@ from fsdptrain.checkpoint.reopen import open_adapter, open_model
 from fsdptrain.checkpoint.verify import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.schema import Data
-from fsdptrain.data.hub import reject_symlinks_outside
+from fsdptrain.data.hub import recipe_errors, reject_symlinks_outside
 from fsdptrain.data.pinned import pin_date
-from fsdptrain.errors import RecipeError, error_summary
+from fsdptrain.errors import RecipeError
 from fsdptrain.folder.files import is_there, scratch_folder
 from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.rundir import RunDir
@@ -114,10 +114,8 @@ def _open(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     transformers.utils.logging.disable_progress_bar()
     how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     how |= {"unquantised": None} if (is_adapter := is_there(folder / ADAPTER_CONFIG)) else {}
-    try:
+    with recipe_errors(f"{folder} cannot be opened"):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
         model = (open_adapter if is_adapter else open_model)(str(folder), **how)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        raise RecipeError(f"{folder} cannot be opened: {error_summary(error)}") from error
     return model.eval().to(device), tokenizer

@@ -295,7 +295,8 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     try:
         probe = Probe(model)
         causal = probe.same([[*short, *padding]], slice(0, 3))
-        apart = not together or probe.same([[*short, *short, *padding]], slice(3, 6), together)
+        second = [*range(min(10, seq_len))]  # some layers compress every few tokens of a sequence (DeepSeek-V4)
+        apart = not together or probe.same([[*short, *second, *padding]], slice(3, 3 + len(second)), together)
         alone = probe.same(beside, slice(3, 6) if together else slice(0, 3), together)
     except Exception as error:  # an architecture's own code may raise anything
         raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None

@@ -639,3 +639,12 @@ def test_variables_of_the_template_are_set_in_every_rendering() -> None:
     tokenizer = tokenizer_with(marked, FAMILIES["generation marks"].tokens)
     [(text, parts)] = rendered(tokenizer, talk, chat_template_kwargs={"greeting": "Welcome."})
     assert text.startswith("Welcome.<|im_start|>user") and parts == answers
+
+
+def test_a_template_that_never_ends_is_an_error_of_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdptrain.data.chat.TEMPLATE_S", 0.2)
+    numbers = "range(99999)"
+    loops = f"{{% for a in {numbers} %}}{{% for b in {numbers} %}}{{% endfor %}}{{% endfor %}}"
+    render = ConversationRenderer(tokenizer_with(loops, ("</s>",)), Data(format=Format.chat))
+    with pytest.raises(DataError, match=r"the chat template does not finish: rendering takes longer than 0\.2 s;"):
+        render.prompt(talk_of("Hi"))

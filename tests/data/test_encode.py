@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from support import GSM8K
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -27,8 +30,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizer
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
-from fsdptrain.data.encode import Encoder, prefix_tokens
+from fsdptrain.data.encode import Encoder, encoded_apart, prefix_tokens, prompt_tokens
 from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.errors import DataError
+from fsdptrain.processes import Interrupted, interrupt
 
 PROBLEMS = [json.loads(line) for line in GSM8K.read_text().splitlines()][:90]
 CODE = [
@@ -328,3 +333,39 @@ def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     digests = [tokenizer_digest(one) for one in each]
     assert len(set(digests)) == len(each)
     assert digests == [tokenizer_digest(one) for one in each]
+
+
+BACKTRACKING = pre_tokenizers.Split(Regex(r"\b(a|aa)+$"), "isolated")
+
+
+def test_a_tokenizer_that_panics_is_an_error_that_shows_the_text() -> None:
+    """A panic of Rust is no Exception of Python."""
+    made = byte_level(trim=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([BACKTRACKING, made.pre_tokenizer])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    hostile = "a" * 100 + "!"
+    rows = [{"text": text} for text in ("one", hostile, "two")]
+    message = rf"model\.tokenizer: its rules fail \(.*retry-limit.*\) on a text that begins '{'a' * 99}"
+    with pytest.raises(DataError, match=message):
+        list(Encoder(tokenizer, Data(seq_len=64))(rows))
+    with pytest.raises(DataError, match=message):
+        prompt_tokens(tokenizer, [{"role": "user", "content": hostile}], None)
+
+
+def test_a_signal_ends_the_wait_for_a_tokenizer_that_does_not_end() -> None:
+    """Python handles signals between its own instructions only."""
+    released = Event()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            encoded_apart(lambda texts, **_: released.wait(), ["text"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        released.set()
+
+    def tick() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        encoded_apart(lambda texts, **_: Event().wait(60), ["text"], tick)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -163,8 +164,9 @@ def test_unreadable_commits_are_an_error(text: str, tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
     rundir = start(plan)
     rundir.pinned.write_text(text)
-    with pytest.raises(CheckpointError, match=r"pinned\.json cannot be read .* data\.revision"):
+    with pytest.raises(CheckpointError, match=r"pinned\.json cannot be read .* data\.revision") as caught:
         pin_commits(plan, rundir)
+    assert not re.search(r"\w\('|\wError", str(caught.value)), "a class of Python"
 
 
 def add_to_cache(commit: str, texts: list[str]) -> None:

@@ -187,6 +187,7 @@ WITHOUT_PAIRS = {  # a model whose answers of a pair would see one another → p
     "recurrent_gemma": "RecurrentGemmaForCausalLM does not tell documents apart",
     "mamba": "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
     "mamba2": "passes no bounds of documents on to causal_conv1d_fn",
+    "deepseek_v4": "DeepseekV4ForCausalLM does not tell documents apart",
     "phi3": "data.seq_len: above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
 }
 
