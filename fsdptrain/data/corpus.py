@@ -36,7 +36,7 @@ from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
-from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
+from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files, splits_note
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
@@ -471,6 +471,8 @@ def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -
     lost: list[str] = []
     divided: list[str] = []
     names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
+    for name, source in zip(names, plan.sources, strict=True):
+        divided += [f"{name}{text}" for text in splits_note(source.data.path, plan.eval_path)]
     sets = [*zip(names, train.parts, strict=True)]
     if plan.eval_path is not None and held_out.name != train.name:
         sets += [("data.eval: ", rows) for rows in held_out.parts]
