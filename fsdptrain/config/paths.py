@@ -130,7 +130,8 @@ def is_folder(path: str) -> bool:
     return False
 
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+DATA_SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
 
 # Suffix → name of the compression. It may follow any suffix above except .parquet, which is compressed inside.
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -224,8 +225,9 @@ def data_kind(path: str) -> str | None:
     """Return the kind of a data file by its name (`.jsonl` for `rows.JSONL.gz`); None for an unknown suffix."""
     name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
     if suffix in COMPRESSED:
-        suffix = os.path.splitext(name)[1]  # noqa: PTH122
-        return suffix if suffix in DATA_SUFFIXES and suffix != ".parquet" else None
+        suffix = os.path.splitext(name)[1].replace(".parquet", "")  # noqa: PTH122
+    if suffix in JSON_LINES:
+        return JSON_LINES[0]
     return suffix if suffix in DATA_SUFFIXES else None
 
 

@@ -241,7 +241,7 @@ def _conversation_fields(
         messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
     messages += read_messages(row, last, place, unread, "assistant" if before else None)
     answers = [each for each in messages if each["role"] == "assistant"]
-    if not any(each.get("weight", 1) for each in answers):
+    if data.train_on == "completion" and not any(each.get("weight", 1) for each in answers):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
         why = (
             "all messages of the assistant have weight 0" if answers else f"no message of the assistant, but of {roles}"

@@ -37,13 +37,14 @@ from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
-from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files
+from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files, splits_note
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
+SHOWN = 400  # tokens of a row, about, that are shown
 
 
 class Batch(TypedDict):
@@ -184,16 +185,27 @@ class Corpus(EncodedRows):
         return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
 
     def _show_row(self, row: int, tokenizer: Any) -> str:
-        first, length = int(self.ends[row]), int(self.ends[row + 1] - self.ends[row])
-        shown = slice(first, first + min(length, 400))
-        ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # of the trained parts
-        # Decoded from the beginning each time: a part decoded alone may lose its first space.
-        places = [len(tokenizer.decode(ids[:edge])) for edge in edges]
-        text = tokenizer.decode(ids)
-        for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
-            text = text[:place] + mark + text[place:]
-        return text + ("…" if length > 400 else "")
+        """Return a row as text; of a long one, the beginning and the end of its prompts and of its trained parts."""
+        ids = self.tokens[int(self.ends[row]) : int(self.ends[row + 1])]
+        flags = np.asarray(self.trained[int(self.ends[row]) : int(self.ends[row + 1])])
+        bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
+        most = len(ids) if len(ids) <= SHOWN else max(SHOWN // (len(bounds) - 1), 16)  # tokens of each part
+
+        def decoded(start: int, stop: int) -> str:
+            before = max(0, start - 4)  # a part decoded alone may lose its first space
+            context, whole = (str(tokenizer.decode(ids[before:end].tolist())) for end in (start, stop))
+            return (
+                whole[len(context) :] if whole.startswith(context) else str(tokenizer.decode(ids[start:stop].tolist()))
+            )
+
+        text = ""
+        for start, stop in itertools.pairwise(bounds):
+            if stop - start <= most:
+                part = decoded(start, stop)
+            else:
+                part = f"{decoded(start, start + most // 2)}…{decoded(stop - most // 2, stop)}"
+            text += f"⟦{part}⟧" if flags[start] else part
+        return text
 
 
 @dataclass(frozen=True)
@@ -472,6 +484,8 @@ def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -
     lost: list[str] = []
     divided: list[str] = []
     names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
+    for name, source in zip(names, plan.sources, strict=True):
+        divided += [f"{name}{text}" for text in splits_note(source.data.path, plan.eval_path)]
     sets = [*zip(names, train.parts, strict=True)]
     if plan.eval_path is not None and held_out.name != train.name:
         sets += [("data.eval: ", rows) for rows in held_out.parts]

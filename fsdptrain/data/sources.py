@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.paths import DataPath, data_kind, is_hub_data, matching_paths, places
+from fsdptrain.config.paths import JSON_LINES, DataPath, data_kind, is_hub_data, matching_paths, places
+from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.cache import QUICKLY_READ, READ_BYTES, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import DataObject, fetch, list_objects
@@ -31,10 +32,12 @@ from fsdptrain.data.readers import (
     open_file,
     reject_saved_to_disk,
 )
-from fsdptrain.errors import DataError, NoData, shortened
+from fsdptrain.data.splits import DESCRIPTIONS, pattern_of, split_of, split_to_hold_out, splits_to_train
+from fsdptrain.errors import DataError, NoData, listed, shortened
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.storage import URL
 from fsdptrain.plan.plan import HubData
+from fsdptrain.text import counted
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 DIGEST_FILE = "sha256"  # in a folder of the cache
@@ -71,14 +74,62 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _found(path: DataPath) -> list[DataFile | DataObject]:
-    """Return the files and objects behind every place of a path, each once; none for a Hub data set."""
+    """Return the files and objects behind every place of a path, each once; none for a Hub data set.
+
+    Of a folder with several splits, they are those of the split to train on.
+    """
     found: dict[str, DataFile | DataObject] = {}
     for place in places(path):
-        if URL.fullmatch(place):
-            found |= {str(each.place): each for each in list_objects(place)}
-        else:
-            found |= {str(file): DataFile(file, str(file)) for file in data_files(place)}
+        splits = _by_split(place)
+        for split in splits_to_train(splits, place) if splits else ():
+            found |= splits[split]
     return list(found.values())
+
+
+def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
+    """Return the files and objects behind a place by split and name; what is not in a folder is of one split, ''.
+
+    Files that describe the data in a folder are left out.
+    """
+    objects = {str(each.place): each for each in list_objects(place)} if URL.fullmatch(place) else {}
+    files = {str(file): DataFile(file, str(file)) for file in data_files(place)} if not objects else {}
+    splits: dict[str, dict[str, DataFile | DataObject]] = {}
+    folder = place.rstrip("/") + "/"
+    for name, each in (files | objects).items():
+        inside = name.removeprefix(folder)
+        if inside == name or inside.rpartition("/")[2].lower() not in DESCRIPTIONS:
+            splits.setdefault("" if inside == name else split_of(inside), {})[name] = each
+    return splits
+
+
+def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
+    """Return a sentence for each folder of several splits: which is read, neither to train nor to evaluate."""
+    found, evaluated = [], {_name_of(each) for each in _found(eval_path)} if eval_path else set()
+    for place in places(path):
+        splits = _by_split(place)
+        read = splits_to_train(splits, place) if splits else set()
+        others = [split for split in splits if split not in read and not splits[split].keys() <= evaluated]
+        if others:
+            chosen = f"split {', '.join(read)} is" if all(read) else "files of no split are"
+            counts = (f"{split or 'others'} ({counted(len(splits[split]), 'file')})" for split in others)
+            held_out = None if evaluated else held_out_files(place)
+            offer = f"; to evaluate on it, set data.eval: {{path: {yaml_text(held_out)}}}" if held_out else ""
+            found.append(f"of {shortened(place)} only the {chosen} read, not {listed(counts)}{offer}")
+    return found
+
+
+def _name_of(found: DataFile | DataObject) -> str:
+    return found.name if isinstance(found, DataFile) else str(found.place)
+
+
+def held_out_files(path: DataPath) -> DataPath | None:
+    """Return the path of the validation split in the folder of the data, else of the test split; None without one."""
+    if not isinstance(path, str) or len(splits := _by_split(path)) < 2:
+        return None
+    wanted = split_to_hold_out(splits)
+    if wanted is None or wanted in splits_to_train(splits, path):
+        return None
+    return pattern_of(splits[wanted], [name for split, names in splits.items() if split != wanted for name in names])
 
 
 def data_objects(path: DataPath) -> list[DataObject]:
@@ -190,7 +241,7 @@ def _content(file: DataFile) -> Content:
     """Read a file, once."""
     cuts: list[Cut] = []
     with file_errors(file), file.path.open("rb") as stream:
-        if not file.name.lower().endswith(".jsonl"):  # in other types a line need not begin a row
+        if not file.name.lower().endswith(JSON_LINES):  # in other types a line need not begin a row
             return Content(hashlib.file_digest(stream, "sha256").hexdigest(), cuts)
         digest, at, lines = hashlib.sha256(), 0, 0
         while data := stream.read(READ_BYTES) + stream.readline():
@@ -280,9 +331,9 @@ def _downloaded(found: DataFile | DataObject) -> DataFile:
 def _check_places(path: DataPath) -> None:
     """Raise NoData for a local place that does not exist, and DataError for one without data files."""
     for place in places(path):
-        if URL.fullmatch(place) or data_files(place):
+        if _by_split(place):
             continue
-        if not Path(place).exists():
+        if not URL.fullmatch(place) and not Path(place).exists():
             raise NoData(f"data.path: {shortened(place)!r} was not found")
         raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
 

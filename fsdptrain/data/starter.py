@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
+from fsdptrain.config.paths import places as places_of
 from fsdptrain.config.schema import Data
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
-from fsdptrain.data.sources import first_source
+from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.folder.storage import url_fault
 from fsdptrain.text import printable
@@ -64,11 +65,15 @@ class Starter:
     path: DataPath
     read_as: Data
     described: str  # which columns are read as what
+    held_out: DataPath | None  # the split to hold out, if there is one beside that which is trained
 
     def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
         """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
         fraction = (keys.get("data.eval") or {}).get("fraction")
         held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
+        every = keys.get("eval.every")
+        if self.held_out:
+            held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or keys.get("checkpoint.every", 500)
         extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
         written = {"fsdp.strategy", "fsdp.activation_checkpointing"}
         fsdp = {
@@ -99,7 +104,7 @@ class Starter:
             checkpoint=keys.get("checkpoint.every", 500),
             log=keys.get("log.every", 1),
         )
-        return text + (f"eval: {{every: {keys['eval.every']}}} # steps\n" if fraction else "")
+        return text + (f"eval: {{every: {every}}} # steps\n" if every else "")
 
 
 def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
@@ -126,7 +131,13 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     places = [
         _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
     ]
-    return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, describe_columns(found, read_as))
+    held_out = held_out_files(found)
+    if held_out and places[0] != data[0]:  # relative to the recipe, as the data
+        folder = dest.parent.absolute()
+        listed = [os.path.relpath(each, folder) for each in places_of(held_out)]
+        held_out = listed[0] if isinstance(held_out, str) else listed
+    read = describe_columns(found, read_as)
+    return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, read, held_out)
 
 
 def _missing_model(model: str) -> str | None:

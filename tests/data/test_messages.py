@@ -14,7 +14,7 @@ from test_chat import TOOLS, tokenizer_of
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import likely_format, read_rows
-from fsdptrain.data.corpus import notes_on_rows, open_rows
+from fsdptrain.data.corpus import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.messages import Unread
 from fsdptrain.data.sources import first_source, open_sources
@@ -309,3 +309,26 @@ def test_a_line_may_end_with_a_carriage_return_alone(name: str, tmp_path: Path) 
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     expected = [{"prompt": "Q", "completion": "A"}, {"prompt": "Q\n1", "completion": ""}]
     assert read(str(tmp_path / name))[0] == expected
+
+
+def test_a_long_first_row_is_shown_with_the_end_of_its_prompt_and_every_trained_part(tmp_path: Path) -> None:
+    """The tools alone have more tokens than are shown."""
+    tools = [{"type": "function", "function": WEATHER | {"name": f"get_weather_{number}"}} for number in range(20)]
+    answers = [{"role": "assistant", "content": f"answer {number} " + "x " * 200} for number in range(3)]
+    question = {"role": "user", "content": "so " * 50 + "what?"}
+    path = put(tmp_path, chat(question, CALLING, {"role": "tool", "content": "20"}, *answers, tools=tools))
+    data, tokenizer = Data(format=Format.chat, seq_len=8192), tokenizer_of("qwen2.5")
+    [corpus] = pack_rows(open_rows(path, data, tokenizer, None, lambda *_: None), data, seed=0)
+    shown = corpus.show(tokenizer)
+    assert shown.startswith("<|im_start|>system") and "what?<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n" in shown
+    assert shown.count("⟦") == shown.count("⟧") == 4 and shown.count("…") >= 4
+    assert all(f"⟦answer {number} x" in shown for number in range(3)) and shown.endswith("x <|im_end|>⟧\n")
+    assert len(tokenizer(shown).input_ids) < 600
+
+
+def test_a_short_first_row_is_shown_as_a_whole(tmp_path: Path) -> None:
+    path = put(tmp_path, talk(ANSWER | {"content": "naïve 🙂"}, USER, ANSWER))
+    data, tokenizer = Data(format=Format.chat, seq_len=256), tokenizer_of("chatml")
+    [corpus] = pack_rows(open_rows(path, data, tokenizer, None, lambda *_: None), data, seed=0)
+    shown = corpus.show(tokenizer)
+    assert "⟦naïve 🙂<|im_end|>⟧\n" in shown and shown.endswith("⟦A<|im_end|>⟧\n") and "…" not in shown

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Dataset
+from datasets.data_files import DataFilesList, get_data_patterns
 from support import DATA, GSM8K, ROOT, SHAKESPEARE, environment
 
 from fsdptrain.config.formats import Format, guess_format
@@ -963,3 +964,64 @@ def test_a_fingerprint_depends_on_the_reader(tmp_path: Path) -> None:
     assert fingerprint(str(put(tmp_path, "a.txt", content))) != fingerprint(str(put(tmp_path, "a.csv", content)))
     packed = gzip.compress(content.encode())
     assert fingerprint(str(put(tmp_path, "a.txt.gz", packed))) != fingerprint(str(put(tmp_path, "a.csv.gz", packed)))
+
+
+# ------------------------------------------------------------------------------------------- the splits of a folder
+
+
+LAYOUTS = [  # files of a folder; "*": those that are read; the path to hold out
+    (["data/train-00000-of-00002.jsonl*", "data/train-00001-of-00002.jsonl*", "data/validation-00000-of-00001.jsonl",
+      "data/test-00000-of-00002.jsonl", "data/test-00001-of-00002.jsonl"], "data/validation-00000-of-00001.jsonl"),
+    (["data/train_sft-00000-of-00001.jsonl*", "data/test_sft-00000-of-00002.jsonl",
+      "data/test_sft-00001-of-00002.jsonl"], "data/test_sft-*"),
+    (["train/a.jsonl*", "train/b.jsonl*", "dev/a.jsonl", "dev/b.jsonl", "README.md"], "dev/*"),
+    (["train.jsonl*", "valid.jsonl", "dataset_infos.json", "extra.jsonl"], "valid.jsonl"),
+    (["my_train_1.jsonl*", "my-training.jsonl*", "my_val.jsonl", "eval.jsonl"], "my_val.jsonl"),
+    (["en/train-00000-of-00001.jsonl*", "fr/train-00000-of-00001.jsonl*", "en/test-00000-of-00001.jsonl",
+      "fr/test-00000-of-00001.jsonl"], ["en/test-00000-of-00001.jsonl", "fr/test-00000-of-00001.jsonl"]),
+    (["alpaca.jsonl*", "test.jsonl"], "test.jsonl"),
+    (["test/a.jsonl*", "test/b.jsonl*"], None),
+    (["a.jsonl*", "b.jsonl*", "state.json", "config.json"], None),
+    (["trainer.jsonl*", "contest.jsonl*", "devices/evaluator.jsonl*"], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "held_out"), LAYOUTS)
+def test_of_a_folder_with_splits_the_one_to_train_on_is_read(
+    names: list[str], held_out: str | list[str] | None, tmp_path: Path
+) -> None:
+    for name in names:
+        put(tmp_path, name.rstrip("*"), lines({"text": name.rstrip("*")}))
+    wanted = [name.rstrip("*") for name in names if name.endswith("*")]
+    assert sorted(row["text"] for row in rows_of(tmp_path)) == sorted(wanted)
+    found = sources.held_out_files(str(tmp_path))
+    expected = [str(tmp_path / name) for name in ([held_out] if isinstance(held_out, str) else held_out or [])]
+    assert ([found] if isinstance(found, str) else found or []) == expected
+    if expected:
+        assert rows_of(expected[0])
+        [note] = sources.splits_note(str(tmp_path), None)
+        assert (
+            "read, not " in note
+            and f"set data.eval: {{path: {yaml.safe_dump(found, default_flow_style=True)[:9]}" in note
+        )
+    # `datasets` finds the same files, where it finds a split to train on.
+    patterns = get_data_patterns(str(tmp_path))
+    if "train" in patterns and patterns["train"] != ["**"]:
+        theirs = DataFilesList.from_patterns(patterns["train"], base_path=str(tmp_path))
+        assert sorted(theirs) == sorted(str(tmp_path / name) for name in wanted)
+
+
+def test_several_splits_to_train_on_are_refused(tmp_path: Path) -> None:
+    for split in ("train_sft", "train_gen", "test_sft"):
+        put(tmp_path, f"data/{split}-00000-of-00001.jsonl", lines(OK))
+    message = complaint(tmp_path)
+    assert "several splits for training (train_gen, train_sft)" in message and "/**/train_gen-*" in message
+    assert len(rows_of(tmp_path / "data/train_sft-*")) == 1
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.jsonlines", "a.JSONLINES"])
+def test_json_lines_under_other_suffixes(name: str, tmp_path: Path) -> None:
+    path = put(tmp_path, name, lines(OK, OK))
+    assert rows_of(path) == [OK, OK] and fingerprint(str(path)) == fingerprint(
+        str(put(tmp_path, "b.jsonl", lines(OK, OK)))
+    )
