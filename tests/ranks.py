@@ -1378,6 +1378,17 @@ def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> di
     return found
 
 
+def held_out_failures(recipe: str) -> list[tuple[int, str]]:
+    """Return (exit code, message) of an evaluation, and of the logits with which an export is compared."""
+    run, found = build(recipe, []), []
+    for compute in (lambda: run.evaluate(0), run.sample):
+        try:
+            compute()
+        except FsdptrainError as error:
+            found.append((error.exit_code, str(error)))
+    return found
+
+
 def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str] = ()) -> dict[str, Any]:
     """Set up each variant; return (exit code, message) of its refusal, (0, "") where it is not refused.
 

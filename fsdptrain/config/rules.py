@@ -171,9 +171,13 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem("there are no weights to load without model.id: use init: random", "model.init")
     elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
-    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}") and not _exists(f"{model.id}/config.json"):
+    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}"):
+        is_model = _exists(f"{model.id}/config.json")
         yield Problem(
-            f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
+            f"{model.id} has an adapter beside its weights ({ADAPTER_CONFIG}), which transformers adds when it opens "
+            "them: move the adapter's files to a folder of their own, and name that in adapter.from to train it further"
+            if is_model
+            else f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
             "model.id",
         )
     if any(not token.strip() for token in model.add_tokens):

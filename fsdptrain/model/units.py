@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.plan.plan import Plan
 
 
@@ -70,6 +72,17 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
     Parameters that the architecture itself does not train (the biases of ernie4_5_moe's router) are held like buffers.
     """
     return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
+
+
+def nonfinite_names(model: Any) -> list[str]:
+    """Return the names of the saved tensors of which this process holds values that are not finite."""
+    own = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in saved_state(model).items()}
+    return [name for name, tensor in own.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+
+
+def nonfinite_note(names: Collection[str]) -> str:
+    """Return a sentence on tensors with values that are not finite."""
+    return f"{listed([*names], 3)} {'has' if len(names) == 1 else 'have'} values that are not finite"
 
 
 def units_of(model: Any, wrap: Any) -> list[Unit]:
