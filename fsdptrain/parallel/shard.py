@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
@@ -29,6 +30,7 @@ from fsdptrain.model.units import Unit, decoder_layers, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
     allow_graphs,
+    gather_itself,
     keep_float32,
     keeps_integers,
     leave_open,
@@ -144,6 +146,21 @@ def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
     if fsdp.accumulation == "hold_shards":
         model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or not fsdp.strategy.gathers_once)
+
+
+def use_whole_shards(model: Any, plan: Plan) -> None:
+    """Compute with the shards themselves where each rank has a whole copy, unless they have another dtype.
+
+    FSDP2 would copy them at each gather, although nothing comes from other ranks: they would take memory twice. Call it
+    when the weights are allocated.
+    """
+    if not plan.has_whole_shards:
+        return
+    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
+    for name, param in model.named_parameters():
+        same = param.dtype == compute or not param.is_floating_point() or name in model.float32_names
+        if same and isinstance(param, DTensor):  # others are those of `fsdp.ignore`
+            gather_itself(param)
 
 
 class GlooReduceScatter:
