@@ -77,6 +77,7 @@ COPIED = {
     "tokenizer": "model.tokenizer", "separator": "data.separator", "revision": "model.revision",
     "use_dora": "adapter.use_dora", "use_rslora": "adapter.use_rslora",
     "cpu_offload": "fsdp.cpu_offload", "backward_prefetch": "fsdp.backward_prefetch",
+    "bucket_cap_mb": "fsdp.bucket_cap_mb",
     "conversation_column": "_messages", "dataset.source": "data.path",
     "dataset.data_files": "data.path", "dataset.column": "_text", "dataset_text_field": "_text",
     "text_column": "_text", "prompt_column": "_prompt", "response_column": "_completion",

@@ -136,7 +136,7 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
     for name, modules in [*((unit.name, unit.modules) for unit in units), ("root", [model])]:
         params = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
         seen |= params.keys()
-        yield name, [type(module).__name__ for module in modules], list(params.values())
+        yield name, list(dict.fromkeys(type(module).__name__ for module in modules)), list(params.values())
 
 
 def describe_unit(

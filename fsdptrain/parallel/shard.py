@@ -26,7 +26,7 @@ from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import Unit, decoder_layers, units_of
+from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
     allow_graphs,
@@ -75,7 +75,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
         find_documents_without_waiting(recipe.data.packing != "none")
         if recipe.model.attn_implementation == "sdpa":
             varlen.avoid_wrong_kernel(recipe.data.seq_len)
-    units = units_of(model, recipe.fsdp.wrap)
+    units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model, plan.compiles)
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)

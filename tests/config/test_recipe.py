@@ -95,6 +95,7 @@ fsdp:
   reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
+  bucket_cap_mb: null
   separate_reduce_scatter: false
   symmetric_memory: false
   ignore: []
@@ -341,6 +342,9 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("nvme_path", "offloaded to disk"),
         ("zero_quantized_weights", "reduced in reduce_dtype"),
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
+        ("ddp_bucket_cap_mb", "fsdp.bucket_cap_mb: with fsdp.strategy: NO_SHARD"),
+        ("gradient_as_bucket_view", "always on"),
+        ("static_graph", "not needed"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "data.turns"),
@@ -876,6 +880,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "SHARD_GRAD_OP, only with HYBRID_SHARD or",
         ),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "NO_SHARD, only with HYBRID_SHARD or"),
+        (["fsdp.bucket_cap_mb=25"], "fsdp.bucket_cap_mb", "FULL_SHARD, only with NO_SHARD"),
         (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (
             ["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"],
