@@ -44,6 +44,12 @@ RELIES_ON = {
         "5904f00326c3": "2.13.0",
         "280fdb4fdf51": "2.15.0",
     },
+    # Calls the extensions that `gather_itself` gives a shard (the `_local_tensor` of a DTensor).
+    f"{FSDP}._fsdp_param.FSDPParam.init_unsharded_param": {
+        "d597bfb80142": "2.11.0",
+        "8b4fc84a6685": "2.13.0",
+        "db44419126ea": "2.15.0",
+    },
     # Replaced by `resharding_to`.
     f"{FSDP}._fsdp_init._get_post_forward_mesh_info": {"b3e1d55b6ef7": "2.11.0 2.13.0 2.15.0"},
     "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
