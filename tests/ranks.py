@@ -209,9 +209,22 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
                     if n in whole
                 ),
                 "base": sorted({str(p.dtype) for p in base.values()}),
+                "copied": copied(run.engine.model),
                 "kept whole": sorted(base_name(n) for n, p in base.items() if not isinstance(p, DTensor)),
                 "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
             }
+    return found
+
+
+def copied(model: Any) -> list[str]:
+    """Return the parameters of a sharded model that take other memory than their shards while they are gathered."""
+    shards = {name: local(param.detach()).data_ptr() for name, param in model.named_parameters()}
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    found = [name for name, param in model.named_parameters() if param.data_ptr() != shards[name]]
+    for unit in units:
+        unit.reshard()
     return found
 
 
@@ -286,6 +299,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
             "as bitsandbytes": same,
             "unchanged": all(map(torch.equal, before, after)),
             "gathered": sum(gathered) / (steps + 1),  # the gradients of one more step are observed
+            "copied": copied(model),
         }
         if run.plan.recipe.export.adapter == "both":
             assert run.export() is None

@@ -110,9 +110,7 @@ FOREIGN_NAMES = {
     ),
     "parallel.context": "context_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
     "not supported: tensors and layers are not divided among ranks": "tensor_parallel_size pipeline_*",
-    "derived from fsdp.wrap (the gradients of a unit, such as a decoder layer, are one bucket): delete the line": (
-        "bucket_cap_mb ddp_bucket_cap_mb"
-    ),
+    "fsdp.bucket_cap_mb: with fsdp.strategy: NO_SHARD": "ddp_bucket_cap_mb",
     "always on (the gradient of a shard is a part of the buffer that was reduced): delete the line": (
         "gradient_as_bucket_view"
     ),

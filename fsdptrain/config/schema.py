@@ -313,6 +313,13 @@ class Fsdp:
         "hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and copy them "
         "to the host (cpu_offload) only in the last",
     )
+    bucket_cap_mb: int | None = key(
+        None,
+        "NO_SHARD: units are joined while their gradients have at most so many MiB, which one all-reduce then sums, as "
+        "in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are joined",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]},
+        at_least=1,
+    )
     ignore: list[str] = key(
         [],
         "frozen parameters that every rank keeps whole instead of gathering them, given as in model.trainable",

@@ -180,6 +180,11 @@ class Plan:
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 
     @property
+    def has_whole_shards(self) -> bool:
+        """Whether the shards of a rank are a whole copy, on its device: those in the compute dtype are not gathered."""
+        return self.shard_size == 1 and not self.recipe.fsdp.cpu_offload
+
+    @property
     def context(self) -> int:
         """How many consecutive ranks compute parts of the same rows."""
         return self.recipe.parallel.context
@@ -509,17 +514,18 @@ ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may tak
 def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
     """Return the plan that does the same as a FULL_SHARD plan on one GPU of `memory` bytes, in less time.
 
-    One rank gathers from nobody, but FSDP copies the weights of a unit whenever it gathers them, and its gradients in
-    several passes whenever it reduces them. So the weights stay gathered for the step and gradients are held, if there
-    is ROOM for a copy of all weights in the compute dtype. Any other plan is returned as it is.
+    One rank gathers from nobody, but FSDP copies weights into the compute dtype whenever it gathers a unit, and its
+    gradients in several passes whenever it reduces them. So the weights stay gathered for the step and gradients are
+    held, if there is ROOM for a copy of all weights with another dtype. Any other plan is returned as it is.
     """
     fsdp = plan.recipe.fsdp
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
         return plan
     strategy = fsdp.strategy.fastest_alone
     counts = Counts.of(weights)
-    gathered = plan.gathered_bytes(counts) + plan.gathered_bytes(counts.of_frozen())
-    needed = plan.state_bytes(weights) + gathered + BYTES[fsdp.mixed_precision.reduce_dtype] * counts.trained
+    dtypes, frozen = fsdp.mixed_precision, plan.gathered_bytes(counts.of_frozen())
+    copied = BYTES[dtypes.param_dtype] * counts.trained if dtypes.param_dtype != plan.recipe.model.dtype else 0
+    needed = plan.state_bytes(weights) + frozen + copied + BYTES[dtypes.reduce_dtype] * counts.trained
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})

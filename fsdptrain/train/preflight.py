@@ -31,7 +31,7 @@ from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
-from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
+from fsdptrain.model.units import Unit, beside_text, in_buckets, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
 from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
@@ -193,7 +193,7 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, f
         check_base_config(plan, config)
     with _collected(problems):
         kept_whole(trained, plan.recipe)
-        units = units_of(trained, plan.recipe.fsdp.wrap)
+        units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     with _collected(problems):
         check_dtypes(bare, plan)

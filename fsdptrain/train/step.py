@@ -29,7 +29,7 @@ from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.loss import Divisor
 from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
-from fsdptrain.parallel.shard import begin_micro_batch
+from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.loss_scale import LossScale
@@ -100,6 +100,7 @@ class Engine:
         """
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.on_progress = steps_made, on_progress
+        use_whole_shards(model, plan)
         self._clock = LayerClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]

@@ -96,6 +96,7 @@ fsdp:
   reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
+  bucket_cap_mb: null
   ignore: []
   cpu_offload: false
   activation_checkpointing: none
@@ -337,6 +338,9 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("fsdp_use_orig_params", "always on"),
         ("ignored_modules", "only frozen ones"),
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
+        ("ddp_bucket_cap_mb", "fsdp.bucket_cap_mb: with fsdp.strategy: NO_SHARD"),
+        ("gradient_as_bucket_view", "always on"),
+        ("static_graph", "not needed"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "data.turns"),
@@ -870,6 +874,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "SHARD_GRAD_OP, only with HYBRID_SHARD or",
         ),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "NO_SHARD, only with HYBRID_SHARD or"),
+        (["fsdp.bucket_cap_mb=25"], "fsdp.bucket_cap_mb", "FULL_SHARD, only with NO_SHARD"),
         (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (
             ["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"],

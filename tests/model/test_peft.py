@@ -41,7 +41,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
 from fsdptrain.model.freeze import freeze, kept_whole
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import adapted_layers, save_config, saved_names, start_adapters
+from fsdptrain.model.peft import adapted_layers, is_adapter, save_config, saved_names, start_adapters
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
@@ -221,8 +221,12 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
     parity = Parity(recipe, cases, steps=2)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     kept = {name: [f"fsdp.ignore={patterns}"] for name, (patterns, _) in KEPT_WHOLE.items()}
-    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | kept, tmp_path)
+    copies = {"LoRA bf16, recomputed × copies": ["fsdp.strategy=NO_SHARD"]}
+    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | kept | copies, tmp_path)
     parity.finish()
+    # Where each rank has a whole copy, only the adapters, in float32, have other memory for compute.
+    gathered = found["LoRA bf16, recomputed"]["copied"]
+    assert found[next(iter(copies))]["copied"] == [name for name in gathered if is_adapter(name)] != gathered
     for name, run in found.items():
         _, count = KEPT_WHOLE.get(name, ([], 0))
         assert len(run["kept whole"]) == count, run["kept whole"]

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.config.schema import Fsdp, Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import decoder_layers, tied, units_of
+from fsdptrain.model.units import decoder_layers, in_buckets, tied, units_of
 from fsdptrain.parallel.recompute import recompute
 from fsdptrain.parallel.shard import compile_layers
 
@@ -325,6 +325,20 @@ def test_auto_wraps_layers_embedding_and_head() -> None:
     units = units_of(model, "auto")
     assert [unit.name for unit in units] == ["embedding", *(f"model.layers.{i}" for i in range(3)), "head"]
     assert units[-1].modules == [model.model.norm, model.lm_head]
+
+
+def test_units_are_joined_up_to_the_size_of_a_bucket() -> None:
+    model = bare(num_hidden_layers=7, tie_word_embeddings=False, hidden_size=256)
+    units = units_of(model, "auto")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    joined = {cap: in_buckets(units, Fsdp(bucket_cap_mb=cap)) for cap in (None, 1, 4, 100)}  # a layer has 1.03 MiB
+    assert joined[None] == units and [unit.name for unit in joined[1]] == [unit.name for unit in units]
+    assert [unit.name for unit in joined[4]] == [
+        "embedding to model.layers.0", "model.layers.1 to model.layers.3", "model.layers.4 to head"
+    ]  # fmt: skip
+    assert [unit.name for unit in joined[100]] == ["embedding to head"]
+    modules = [module for unit in units for module in unit.modules]
+    assert all([module for unit in found for module in unit.modules] == modules for found in joined.values())
 
 
 def test_tied_weights_stay_together_in_the_root() -> None:
