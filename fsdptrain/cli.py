@@ -35,6 +35,7 @@ from fsdptrain.folder.records import json_safe
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
 from fsdptrain.processes import (
+    PROGRAM,
     Interrupted,
     StopRequest,
     exit_after_printing,
@@ -116,6 +117,8 @@ def main() -> None:
     """Run the `fsdptrain` command; print an FsdptrainError as one message and exit with its code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # this process is a worker that torchrun started
         watch_parent(os.getppid())
+    if program := os.environ.pop(PROGRAM, ""):
+        watch_parent(int(program), signal.SIGTERM)  # a run saves a checkpoint first
     if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
         os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()

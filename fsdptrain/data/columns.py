@@ -27,6 +27,8 @@ SHAREGPT_ROLES = {
 }
 
 PEEKED_ROWS = 8
+MAX_ROW = 2**24  # characters, of which a tokenizer needs some 200 bytes and 3 µs each
+BATCH_CHARACTERS = 2**22  # after which a batch has no more rows
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
 
 
@@ -42,12 +44,18 @@ def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
 def read_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of rows with the format's fields, every value checked; conversations also with their `place`.
 
-    Raises DataError for a missing column, and for rows that are broken, have a null or a value of the wrong type: up to
-    MOST_BROKEN of them at once, each with its place.
+    Raises DataError for a missing column, and for rows that are broken, too long, have a null or a value of the wrong
+    type: up to MOST_BROKEN of them at once, each with its place.
     """
     rows = islice(chain.from_iterable(_checked_rows(source, data) for source in sources), limit)
-    until_broken = _until_broken(rows)
-    while batch := list(islice(until_broken, BATCH_ROWS)):
+    batch, size = list[dict[str, Any]](), 0
+    for row in _until_broken(rows):
+        batch.append(row)
+        size += _characters(row)
+        if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch
 
 
@@ -78,9 +86,28 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
         check = partial(_conversation_fields, columns["messages"][0], optional["tools"])
     for place, row in source.rows(wanted):
         try:
-            yield row if isinstance(row, DataError) else check(row, place)
+            yield row if isinstance(row, DataError) else _check_size(check(row, place), place)
         except DataError as error:
             yield error
+
+
+def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a row; raise DataError if encoding it would take much memory and time."""
+    if (size := _characters(row)) > MAX_ROW:
+        raise DataError(
+            f"{place}: {size:,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at once: "
+            "divide it into several rows"
+        )
+    return row
+
+
+def _characters(value: Any) -> int:
+    """Return how many characters the texts in a value have."""
+    if isinstance(value, str):
+        return len(value)
+    return sum(
+        map(_characters, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    )
 
 
 def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[str, Any]]:
