@@ -415,7 +415,7 @@ def _screen_beside_result() -> Screen:
     from fsdptrain.terminal.page import Terminal
     from fsdptrain.terminal.screen import Screen
 
-    return Screen(Terminal(stderr=True))
+    return Screen(Terminal(sys.stderr))
 
 
 @app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")

@@ -23,7 +23,8 @@ from fsdptrain.config.syntax import yaml_text
 from fsdptrain.config.tools import ASSUMED_RANKS, NOTE, TOOLS, Settings, Tool
 from fsdptrain.config.translate import Entry, hub_path, is_empty, is_section, reason_for, settings_of
 from fsdptrain.config.values import accepts, value_text
-from fsdptrain.errors import Problem, RecipeError, listed, shortened
+from fsdptrain.errors import Problem, RecipeError, listed
+from fsdptrain.text import one_line
 
 
 @dataclass
@@ -250,7 +251,7 @@ def _write(done: Conversion, source: str, dest: Path) -> None:
 
 def _recipe_text(done: Conversion, source: str, todo: str = "") -> str:
     """Return the recipe as YAML, in the order of the schema."""
-    lines = [f"# Converted from {_one_line(source)}; fsdptrain schema lists all keys.", *todo.splitlines(), ""]
+    lines = [f"# Converted from {one_line(source)}; fsdptrain schema lists all keys.", *todo.splitlines(), ""]
     section = ""
     for path in all_paths():
         if path not in done.values:
@@ -265,8 +266,3 @@ def _recipe_text(done: Conversion, source: str, todo: str = "") -> str:
         comment = f"  # {done.comments[path]}" if path in done.comments else ""
         lines.append(f"{'  ' * (path.count('.'))}{key}: {yaml_text(done.values[path])}{comment}")
     return "\n".join(lines) + "\n"
-
-
-def _one_line(text: str) -> str:
-    """Return a text without line breaks and control characters, shortened, for a comment."""
-    return shortened("".join(c if c.isprintable() else "?" for c in text))

@@ -51,7 +51,7 @@ def read_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Itera
     batch, size = list[dict[str, Any]](), 0
     for row in _until_broken(rows):
         batch.append(row)
-        size += _characters(row)
+        size += _size(row)
         if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -93,7 +93,7 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
 
 def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a row; raise DataError if encoding it would take much memory and time."""
-    if (size := _characters(row)) > MAX_ROW:
+    if (size := _size(row)) > MAX_ROW:
         raise DataError(
             f"{place}: {size:,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at once: "
             "divide it into several rows"
@@ -101,13 +101,9 @@ def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
     return row
 
 
-def _characters(value: Any) -> int:
-    """Return how many characters the texts in a value have."""
-    if isinstance(value, str):
-        return len(value)
-    return sum(
-        map(_characters, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    )
+def _size(row: dict[str, Any]) -> int:
+    """Return how many characters a row has as JSON."""
+    return len(json.dumps(row, ensure_ascii=False, default=str))
 
 
 def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[str, Any]]:

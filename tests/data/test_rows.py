@@ -316,17 +316,17 @@ def test_a_row_that_is_too_long_to_be_encoded_is_named(tmp_path: Path, monkeypat
     """Whatever field its characters are in; rows together are divided into batches."""
     monkeypatch.setattr("fsdptrain.data.columns.MAX_ROW", 100)
     monkeypatch.setattr("fsdptrain.data.columns.BATCH_CHARACTERS", 150)
-    texts = put(tmp_path, "a.jsonl", lines(*[{"text": "x" * 60}] * 5, {"text": "x" * 101}))
+    texts = put(tmp_path, "a.jsonl", lines(*[{"text": "x" * 60}] * 5, {"text": "x" * 91}))
     [file] = open_sources(str(texts))
     batches = read_rows([file], Data(), 5)
     assert [len(batch) for batch in batches] == [3, 2]
     long = "characters in one row, and 100 are the most that a tokenizer gets at once: divide it into several rows"
-    assert f"a.jsonl:6: 101 {long}" in complaint(texts)
-    messages = [{"role": "system", "content": "x" * 90}, {"role": "user", "content": "a"}]
+    assert f"a.jsonl:6: 103 {long}" in complaint(texts)
+    messages = [{"role": "system", "content": "x" * 30}, {"role": "user", "content": "a"}]
     chat = put(tmp_path, "b.jsonl", lines({"messages": [*messages, {"role": "assistant", "content": "b"}]}))
     assert long in complaint(chat, format=Format("chat"))
     document = put(tmp_path, "c.txt", "x\n" * 51)
-    assert f"c.txt: 102 {long}" in complaint(document)
+    assert f"c.txt: 165 {long}" in complaint(document)
 
 
 @pytest.mark.parametrize(
