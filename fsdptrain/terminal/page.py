@@ -31,7 +31,7 @@ class Terminal(Console):
         stream = stream or sys.stdout
         file, is_terminal = getattr(stream, "styled", stream), stream.isatty()
         # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
-        super().__init__(file=file, quiet=quiet, highlight=False, soft_wrap=True, force_terminal=is_terminal)
+        super().__init__(file=file, quiet=quiet, highlight=False, force_terminal=is_terminal)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the pieces of what is printed."""
