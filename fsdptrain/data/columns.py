@@ -96,7 +96,7 @@ def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
     if (size := _size(row)) > MAX_ROW:
         raise DataError(
             f"{place}: {size:,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at once: "
-            "divide it into several rows"
+            "divide it into several rows (a .txt file is one)"
         )
     return row
 

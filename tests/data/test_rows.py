@@ -320,7 +320,9 @@ def test_a_row_that_is_too_long_to_be_encoded_is_named(tmp_path: Path, monkeypat
     [file] = open_sources(str(texts))
     batches = read_rows([file], Data(), 5)
     assert [len(batch) for batch in batches] == [3, 2]
-    long = "characters in one row, and 100 are the most that a tokenizer gets at once: divide it into several rows"
+    long = (
+        "characters in one row, and 100 are the most that a tokenizer gets at once: divide it into several rows (a .txt"
+    )
     assert f"a.jsonl:6: 103 {long}" in complaint(texts)
     messages = [{"role": "system", "content": "x" * 30}, {"role": "user", "content": "a"}]
     chat = put(tmp_path, "b.jsonl", lines({"messages": [*messages, {"role": "assistant", "content": "b"}]}))
