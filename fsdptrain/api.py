@@ -8,7 +8,8 @@
     losses = [event["loss"] for event in fsdptrain.read_history(folder) if event["event"] == "step"]
     model = fsdptrain.export(folder, out="model")
 
-`run` and `export` are child processes, as their commands are: a program keeps its GPUs, signals and memory to itself.
+`run` and `export` are child processes, as their commands are: a program keeps its GPUs, signals and memory to itself,
+and when it ends they do, a run with a checkpoint.
 The exceptions are those of `fsdptrain.errors`; `exit_code` is what the command would have ended with.
 """
 
@@ -32,6 +33,7 @@ from fsdptrain.errors import (
     Stopped,
     WorkerError,
 )
+from fsdptrain.processes import PROGRAM
 
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
@@ -113,9 +115,8 @@ def _command(*words: str) -> None:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "fsdptrain", *words]
         # In a session of its own: Ctrl-C at a terminal would reach it, too, and a second signal stops it at once.
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        ) as child:
+        options: dict[str, Any] = {"start_new_session": True, "env": {**os.environ, PROGRAM: str(os.getpid())}}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, **options) as child:
             assert child.stdout is not None
             try:
                 for line in child.stdout:

@@ -36,6 +36,7 @@ from fsdptrain.folder.records import json_safe
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import LIKE_A_URL
 from fsdptrain.processes import (
+    PROGRAM,
     Interrupted,
     StopRequest,
     exit_after_printing,
@@ -117,6 +118,8 @@ def main() -> None:
     """Run the `fsdptrain` command; print an FsdptrainError as one message and exit with its code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # this process is a worker that torchrun started
         watch_parent(os.getppid())
+    if program := os.environ.pop(PROGRAM, ""):
+        watch_parent(int(program), signal.SIGTERM)  # a run saves a checkpoint first
     if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
         os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()
@@ -418,7 +421,7 @@ def _screen_beside_result() -> Screen:
     from fsdptrain.terminal.page import Terminal
     from fsdptrain.terminal.screen import Screen
 
-    return Screen(Terminal(stderr=True))
+    return Screen(Terminal(sys.stderr))
 
 
 @app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")

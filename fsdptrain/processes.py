@@ -120,6 +120,7 @@ def memory_limited_to(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+PROGRAM = "FSDPTRAIN_PROGRAM"  # the variable with the process of a Python program that waits for a command
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this process when its parent dies
 PR_SET_NAME = 15  # prctl(2): the name of this thread, and of the process if it is the first thread
 PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
@@ -321,16 +322,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(WorkerLost.exit_code)
 
 
-def watch_parent(parent: int) -> None:
-    """Start a thread that ends this process soon after `parent` has ended.
+def watch_parent(parent: int, send: signal.Signals | None = None) -> None:
+    """Start a thread that ends this process, or sends it a signal, soon after `parent` has ended.
 
     Use it in a process that a foreign program started: its starting thread may end long before the program does.
     """
 
-    def poll() -> NoReturn:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
-        os._exit(WorkerLost.exit_code)
+        os.kill(os.getpid(), send) if send else os._exit(WorkerLost.exit_code)
 
     threading.Thread(target=poll, name="parent", daemon=True).start()
 

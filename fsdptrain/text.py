@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO
 
+from fsdptrain.errors import shortened
+
 MIB = 2**20
 GIB = 2**30
 
@@ -54,6 +56,11 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 def printable(text: str) -> str:
     """Return a text that changes no colours and moves no cursor: its control characters are visible, as `\\x1b`."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line, without control characters, shortened."""
+    return shortened(printable(" ".join(text.split())))
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

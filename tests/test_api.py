@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
@@ -15,11 +16,17 @@ from transformers import AutoModelForCausalLM
 import fsdptrain
 from fsdptrain import api
 from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.processes import PROGRAM
+
+
+def forked(*args: Any, env: dict[str, str], **options: Any) -> forks.Command:
+    """Start a command as a child of the server of forks, which lives as long as it."""
+    return forks.Command(*args, env={name: value for name, value in env.items() if name != PROGRAM}, **options)
 
 
 @pytest.fixture(autouse=True)
 def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "subprocess", SimpleNamespace(Popen=forks.Command, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(api, "subprocess", SimpleNamespace(Popen=forked, PIPE=subprocess.PIPE))
 
 
 def test_a_program_trains_reads_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,13 +20,14 @@ import pytest
 from conftest import FaultTable
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
-from support import ROOT, environment, events, fsdptrain, wait_for_step
+from support import ROOT, SHAKESPEARE, environment, events, fsdptrain, wait_for_step
 
 from fsdptrain import processes
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
+from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import CheckpointError, DataError, Stopped
 from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
 from fsdptrain.folder.rundir import RunDir
@@ -188,6 +189,66 @@ def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
         tmp_path / "run", "fsdptrain.simulate.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
     )
     assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+
+
+POOL = """
+import time
+from concurrent.futures import ProcessPoolExecutor
+from fsdptrain.data.fork_server import forked_after_import
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(2, forked_after_import("json"))
+    pool.submit(time.sleep, 600)
+    print(pool.submit(len, "ready").result(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_of_a_pool_outlives_the_one_that_started_it(tmp_path: Path, way: signal.Signals) -> None:
+    """The parent of its processes is a server of the standard library, which alone is a child of that one."""
+    (tmp_path / "pool.py").write_text(POOL)
+    env = environment(MARK=str(tmp_path))
+    with subprocess.Popen([sys.executable, tmp_path / "pool.py"], env=env, stdout=subprocess.PIPE) as command:
+        assert command.stdout and command.stdout.readline() == b"5\n"
+        assert len(processes_with(f"MARK={tmp_path}")) >= 4
+        command.send_signal(way)
+    end = time.monotonic() + LEAVE_WITHIN_S
+    while processes_with(f"MARK={tmp_path}"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def processes_with(variable: str) -> list[int]:
+    """Return the processes with a variable in their environment, other than zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", ["prepare", "validate", "run"])
+def test_no_process_outlives_a_killed_command_that_tokenises(command: str, tmp_path: Path) -> None:
+    train_bpe(iter([""]), 300).save_pretrained(tmp_path / "tokenizer")
+    words = small_recipe(tmp_path, model__tokenizer=str(tmp_path / "tokenizer")), f"data.path={tmp_path}/data"
+    (tmp_path / "data").mkdir()
+    text = SHAKESPEARE.read_text()
+    for number in range(2):  # each a part that a process encodes
+        rows = (json.dumps({"text": f"{number} {row} {text[row : row + 2000]}"}) for row in range(9000))
+        (tmp_path / "data" / f"{number}.jsonl").write_text("\n".join(rows))
+    found = kill_and_watch(tmp_path / "run", "multiprocessing.forkserver+8", "command", *FSDPTRAIN, command, *words)
+    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+
+
+@pytest.mark.soak
+def test_a_run_of_a_killed_program_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, train__steps=5000, checkpoint__every=None), tmp_path / "run"
+    program = f"import fsdptrain; fsdptrain.run({str(recipe)!r})"
+    found = kill_and_watch(run, "step+1", "command", "-c", program)
+    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+    assert valid_steps(run) and events(run, "stop")[-1]["signal"]
 
 
 # --- output that cannot be written -----------------------------------------------------------------------------------

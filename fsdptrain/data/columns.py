@@ -28,6 +28,8 @@ from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
 
 PEEKED_ROWS = 8
+MAX_ROW = 2**24  # characters, of which a tokenizer needs some 200 bytes and 3 µs each
+BATCH_CHARACTERS = 2**22  # after which a batch has no more rows
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
 
 
@@ -47,13 +49,19 @@ def read_rows(
 
     What the rows hold beside that is counted in `unread`, which also knows the chat template.
 
-    Raises DataError for a missing column, and for rows that are broken, have a null or a value of the wrong type: up to
-    MOST_BROKEN of them at once, each with its place.
+    Raises DataError for a missing column, and for rows that are broken, too long, have a null or a value of the wrong
+    type: up to MOST_BROKEN of them at once, each with its place.
     """
     unread = unread or Unread()
     rows = islice(chain.from_iterable(_checked_rows(source, data, unread) for source in sources), limit)
-    until_broken = _until_broken(rows)
-    while batch := list(islice(until_broken, BATCH_ROWS)):
+    batch, size = list[dict[str, Any]](), 0
+    for row in _until_broken(rows):
+        batch.append(row)
+        size += _size(row)
+        if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch
 
 
@@ -89,9 +97,24 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[s
             if name.lower() not in HARMLESS:
                 unread.add(f"column {shortened(name)!r} is not read", place)
         try:
-            yield check(columns, row, place, data, unread)
+            yield _check_size(check(columns, row, place, data, unread), place)
         except DataError as error:
             yield error
+
+
+def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a row; raise DataError if encoding it would take much memory and time."""
+    if (size := _size(row)) > MAX_ROW:
+        raise DataError(
+            f"{place}: {size:,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at once: "
+            "divide it into several rows (a .txt file is one)"
+        )
+    return row
+
+
+def _size(row: dict[str, Any]) -> int:
+    """Return how many characters a row has as JSON."""
+    return len(json.dumps(row, ensure_ascii=False, default=str))
 
 
 def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[str, Any]]:

@@ -31,13 +31,14 @@ from fsdptrain.data.cache import cached_folder, intact_folder, little_part
 from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
+from fsdptrain.data.fork_server import forked_after_import
 from fsdptrain.data.messages import Unread
 from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
 from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
-from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, die_with_parent
+from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS
 
 TOKENS_VERSION = 2  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
@@ -244,8 +245,7 @@ def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Ru
         yield lambda name, jobs, _: (getattr(encoder, name)(*job) for job in jobs), done
         return
     # A new process, which has no threads and no GPU, imports what is needed and forks: the others share its memory.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forked_after_import(__name__)
     done, others = context.Value("q", 0), {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), settings, done))
 
@@ -283,11 +283,10 @@ _encoder: PartEncoder  # of a process that encodes
 
 
 def _start(environment: dict[str, str], settings: bytes, done: Any) -> None:
-    """Begin such a process. It ends with the one that started it, which alone obeys signals."""
+    """Begin such a process. It ends with the one that asked for it, which alone obeys signals."""
     global _encoder
     for number in (*STOP_SIGNALS, STOP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent(os.getppid())
     os.environ.update(environment | {"TOKENIZERS_PARALLELISM": "false"})  # each core has a process
 
     def report(rows: int) -> None:

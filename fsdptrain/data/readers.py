@@ -29,7 +29,7 @@ from fsdptrain.errors import DataError, first_line
 BATCH_ROWS = 1000
 COLUMN_ROWS = 100  # rows of a JSON file, about, whose columns are those of the file
 PART_BYTES = 2**25  # of a source, about, that one process encodes and the cache keeps by itself
-MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
+MAX_JSON = 2**30  # bytes of a line, and of a file that is one row or JSON value, which have to be read whole
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
 
 # File types that are not read, and how to convert each to one that is.
@@ -203,7 +203,10 @@ def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Itera
     with file_errors(file), _open_bytes(file) as stream:
         if start != BEGIN:
             stream.seek(start[0])
-        for number, line in enumerate(islice(stream, stop[1] - start[1] if stop else None), start[1] + 1):
+        lines = iter(partial(stream.readline, MAX_JSON + 1), b"")
+        for number, line in enumerate(islice(lines, stop[1] - start[1] if stop else None), start[1] + 1):
+            if len(line) > MAX_JSON:
+                raise DataError(f"{file}:{number}: a line longer than {MAX_JSON:,} bytes: divide it into several rows")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -256,7 +259,7 @@ def _full_text(file: DataFile) -> str:
         size += len(line)
         if size > MAX_JSON:
             raise DataError(
-                f"{file} is a single JSON value longer than {MAX_JSON:,} bytes: write one object per line (.jsonl)"
+                f"{file} is one row or JSON value longer than {MAX_JSON:,} bytes: write one object per line (.jsonl)"
             )
         lines.append(line)
     return "".join(lines)
@@ -318,7 +321,7 @@ def _csv(file: DataFile) -> Rows:
 
 
 def _document(file: DataFile) -> Rows:
-    text = "".join(line for _, line in _lines(file))
+    text = _full_text(file)
     yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 

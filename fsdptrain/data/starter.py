@@ -18,7 +18,7 @@ from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_w
 from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.folder.storage import url_fault
-from fsdptrain.text import printable
+from fsdptrain.text import one_line
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
@@ -87,7 +87,7 @@ class Starter:
             model=yaml_text(self.model),
             path=yaml_text(self.path),
             form=self.read_as.format,
-            fields=_one_line(self.described),
+            fields=one_line(self.described),
             columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
             seq_len=keys.get("data.seq_len", 2048),
             long_rows=self.read_as.treatment,
@@ -158,8 +158,3 @@ def _path_from_recipe(data: str, found: str, dest: Path) -> str:
 def _run_name(model: str, data: str) -> str:
     words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
     return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
-
-
-def _one_line(text: str) -> str:
-    """Return a text without line breaks and control characters, shortened, for a comment."""
-    return shortened(printable(" ".join(text.split())))

@@ -107,9 +107,8 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-    return SECRET.sub(
-        "(hidden: it looks like a secret)", printable(rendered)
-    )  # no recipe has one, but an error may repeat one
+    # No recipe has a secret, but an error may repeat one.
+    return SECRET.sub("(hidden: it looks like a secret)", printable(rendered))
 
 
 Cell = tuple[str, str]  # a value and a remark

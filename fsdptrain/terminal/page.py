@@ -26,18 +26,12 @@ UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")
 class Terminal(Console):
     """A console whose texts may be foreign: it makes their control characters visible, and adds only its own styles."""
 
-    def __init__(self, file: IO[str] | None = None, stderr: bool = False, quiet: bool = False) -> None:
+    def __init__(self, stream: IO[str] | None = None, quiet: bool = False) -> None:
+        """Write to standard output, or to another stream."""
+        stream = stream or sys.stdout
+        file, is_terminal = getattr(stream, "styled", stream), stream.isatty()
         # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
-        terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
-        super().__init__(
-            file=file, stderr=stderr, quiet=quiet, highlight=False, soft_wrap=True, force_terminal=terminal
-        )
-
-    def _styled(self) -> IO[str]:
-        stream = Console.file.fget(self)  # type: ignore[attr-defined]
-        return getattr(stream, "styled", stream)
-
-    file = Console.file.getter(_styled)  # type: ignore[attr-defined]
+        super().__init__(file=file, quiet=quiet, highlight=False, force_terminal=is_terminal)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the pieces of what is printed."""

@@ -310,7 +310,26 @@ def test_a_json_list_of_one_line_or_many_has_a_maximum_size(tmp_path: Path, monk
     monkeypatch.setattr("fsdptrain.data.readers.MAX_JSON", 500)
     assert rows_of(listed) == rows, "JSON lines are never read as a whole"
     assert "longer than 500 bytes: write one object per line (.jsonl)" in complaint(many)
-    assert "longer than 500 bytes" in complaint(one)
+    assert "a.json:1: a line longer than 500 bytes" in complaint(one)
+
+
+def test_a_row_that_is_too_long_to_be_encoded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever field its characters are in; rows together are divided into batches."""
+    monkeypatch.setattr("fsdptrain.data.columns.MAX_ROW", 100)
+    monkeypatch.setattr("fsdptrain.data.columns.BATCH_CHARACTERS", 150)
+    texts = put(tmp_path, "a.jsonl", lines(*[{"text": "x" * 60}] * 5, {"text": "x" * 91}))
+    [file] = open_sources(str(texts))
+    batches = read_rows([file], Data(), 5)
+    assert [len(batch) for batch in batches] == [3, 2]
+    long = (
+        "characters in one row, and 100 are the most that a tokenizer gets at once: divide it into several rows (a .txt"
+    )
+    assert f"a.jsonl:6: 103 {long}" in complaint(texts)
+    messages = [{"role": "system", "content": "x" * 30}, {"role": "user", "content": "a"}]
+    chat = put(tmp_path, "b.jsonl", lines({"messages": [*messages, {"role": "assistant", "content": "b"}]}))
+    assert long in complaint(chat, format=Format("chat"))
+    document = put(tmp_path, "c.txt", "x\n" * 51)
+    assert f"c.txt: 165 {long}" in complaint(document)
 
 
 @pytest.mark.parametrize(
