@@ -28,7 +28,7 @@ from fsdptrain.plan.plan import Plan
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
-    """Return keyword arguments of `from_pretrained` that pin the revision; a tokenizer's custom code is never run.
+    """Return keyword arguments of `from_pretrained` that pin the revision; no code of the files is run.
 
     `tokenizer` is the one that the recipe names: that of `model.id` has its revision.
     """
@@ -46,14 +46,13 @@ def _model_file(plan: Plan, name: str) -> str | None:
     return cached_file_or_none(str(plan.recipe.model.id), name, model_revision(plan))
 
 
-def read_json(plan: Plan, name: str) -> dict[str, Any]:
-    """Return a JSON file of `model.id`, {} when there is none; raises RecipeError when it is not a JSON object."""
-    model = plan.recipe.model
-    with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
-        found = _model_file(plan, name)
+def read_json(model: str, revision: str | None, name: str, field: str) -> dict[str, Any]:
+    """Return a JSON file of a model, {} when there is none; raises RecipeError when it is not a JSON object."""
+    with recipe_errors(f"{field}: cannot read {name} of {model}"), hub_errors(field, model):
+        found = cached_file_or_none(model, name, revision or "main")
         value = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
     if not isinstance(value, dict):
-        raise RecipeError(f"model.id: {name} of {model.id} is not a JSON object")
+        raise RecipeError(f"{field}: {name} of {model} is not a JSON object")
     return value
 
 
