@@ -468,6 +468,7 @@ def export(
         str | None, typer.Option(metavar="BASE", help="original or dequantized; default: the recipe's")
     ] = None,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="do not open the folder in a fresh process")] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder. Needs one process and no GPU."""
     from fsdptrain.config.schema import Export
@@ -497,7 +498,10 @@ def export(
         ):
             from fsdptrain.checkpoint.export import export_checkpoint  # takes seconds, so it comes after the locks
 
-            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare, best)
+            compare = not no_compare
+            export_checkpoint(
+                rundir, step, target, dtype, screen, adapter, merge_base, compare, best, trust_remote_code
+            )
 
 
 def _opened_run(run_dir: str) -> RunDir:

@@ -307,7 +307,9 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
         )
     elif path == CODE_KEY:
         files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        message = f"its own code differs from that of the run to resume ({listed(files)}): restore it, or {ANOTHER_RUN}"
+        flag = "pass --trust-remote-code" if before else "leave out --trust-remote-code"
+        way_out = "restore it" if before and now else flag
+        message = f"its own code differs from that of the run to resume ({listed(files)}): {way_out}, or {ANOTHER_RUN}"
     elif path in DIFFERENT:
         digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
         message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)

@@ -36,13 +36,14 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG
 from fsdptrain.checkpoint.writer import ExportResult
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
-from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line
+from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
 from fsdptrain.folder.events import Progress, Reporter, progress_record, read_losses
 from fsdptrain.folder.files import openable
 from fsdptrain.folder.ownership import file_stamps, output_lock, read_export_record, write_export_record
 from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import MANIFEST_NAME, Location
+from fsdptrain.model.config import read_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state, trained_state
 from fsdptrain.plan.plan import Plan, open_plan, varied
@@ -134,17 +135,21 @@ def export_checkpoint(
     merge_base: str | None = None,
     compare: bool = True,
     best: bool = False,
+    trusted: bool = False,
 ) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
 
     With `best`, or if `export.which` asks for it, from the valid one with the lowest held-out loss.
 
     `adapter` and `merge_base` replace those keys of the recipe's section `export`. With `compare` a fresh process opens
-    the folder, unless the recipe says otherwise. Raises RecipeError if an option has no effect, or the checkpoint's
-    adapter would be merged into other frozen weights than it was trained with.
+    the folder, unless the recipe says otherwise. Raises RecipeError if an option has no effect, the run's own code is
+    not `trusted`, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
+    if plan.trust_remote_code and not trusted and any(rundir.model.glob("*.py")):
+        raise RecipeError(f"the model of {rundir.root} {CUSTOM_CODE}")
+    plan = replace(plan, trust_remote_code=trusted)
     best = best or (step is None and plan.recipe.export.which == "best")
     folder = _choose_checkpoint(rundir, plan, step, screen.say, best)
     with _removal_reported(folder, plan):
@@ -283,6 +288,8 @@ def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
     try:
         model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, and there may be no GPU
         openable(rundir.model / CONFIG)  # transformers calls a configuration missing that it cannot open
+        if plan.trust_remote_code:
+            return skeleton(read_config(str(rundir.model), None, trusted=True), model)
         return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), model)
     except (RecipeError, StorageError):
         raise

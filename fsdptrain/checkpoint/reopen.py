@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from fsdptrain.model.config import own_classes
 from fsdptrain.model.patches import import_quietly, use_torch_operators
 from fsdptrain.model.skeleton import auto_class
 from fsdptrain.model.weights import stored_names
@@ -50,7 +51,8 @@ def open_adapter(folder: str, dtype: torch.dtype, unquantised: list[str] | None,
 
 def _from_pretrained(name: str, revision: str | None = None, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return what transformers opens: a causal language model, or a whole vision-language model."""
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    own = own_classes(name, revision, trust_remote_code, "model")
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": bool(own)}
     return auto_class(AutoConfig.from_pretrained(name, **where)).from_pretrained(name, **where, **options)
 
 

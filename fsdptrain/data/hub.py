@@ -33,7 +33,7 @@ COMPARED_NUMBERS = 2**22  # of a tensor that are in memory while two are compare
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
-    """Return keyword arguments of `from_pretrained` that pin the revision; a tokenizer's custom code is never run.
+    """Return keyword arguments of `from_pretrained` that pin the revision; no code of the files is run.
 
     `tokenizer` is the one that the recipe names: that of `model.id` has its revision.
     """
@@ -51,14 +51,13 @@ def _model_file(plan: Plan, name: str) -> str | None:
     return cached_file_or_none(str(plan.recipe.model.id), name, model_revision(plan))
 
 
-def read_json(plan: Plan, name: str) -> dict[str, Any]:
-    """Return a JSON file of `model.id`, {} when there is none; raises RecipeError when it is not a JSON object."""
-    model = plan.recipe.model
-    with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
-        found = _model_file(plan, name)
+def read_json(model: str, revision: str | None, name: str, field: str) -> dict[str, Any]:
+    """Return a JSON file of a model, {} when there is none; raises RecipeError when it is not a JSON object."""
+    with recipe_errors(f"{field}: cannot read {name} of {model}"), hub_errors(field, model):
+        found = cached_file_or_none(model, name, revision or "main")
         value = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
     if not isinstance(value, dict):
-        raise RecipeError(f"model.id: {name} of {model.id} is not a JSON object")
+        raise RecipeError(f"{field}: {name} of {model} is not a JSON object")
     return value
 
 
@@ -141,7 +140,7 @@ def safetensors_files(plan: Plan) -> list[str]:
     """
     model = plan.recipe.model
     # A configuration may name the file; a single file comes before an index.
-    named = str(read_json(plan, "config.json").get("transformers_weights") or "")
+    named = str(read_json(str(model.id), model.revision, "config.json", "model.id").get("transformers_weights") or "")
     if named != Path(named).name:
         raise RecipeError(
             f"model.id: transformers_weights in config.json of {model.id} names a file outside its folder"

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdptrain import __version__
 from fsdptrain.config.schema import Data, Model
@@ -27,6 +28,7 @@ from fsdptrain.folder.files import scratch_folder
 from fsdptrain.plan.plan import Plan
 
 END_OF_TEXT = "<|endoftext|>"
+OWN_CLASSES = ("AutoModelForCausalLM", "AutoConfig", "AutoTokenizer")  # those of `auto_map` that are opened here
 
 
 def load_tokenizer(plan: Plan, progress: Progress) -> Any:
@@ -42,7 +44,7 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
         reject_symlinks_outside(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
-            tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
+            tokenizer = open_tokenizer(name, hub_arguments(plan, wanted)["revision"])
     data = plan.recipe.data
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template
@@ -60,11 +62,39 @@ def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
     """Return the tokens that end an answer by the files of the model, if the tokenizer is its own."""
     if not plan.own_tokenizer:
         return []
-    config, generation = (read_json(plan, name) for name in ("config.json", "generation_config.json"))
+    model = plan.recipe.model
+    config, generation = (
+        read_json(str(model.id), model.revision, name, "model.id") for name in ("config.json", "generation_config.json")
+    )
     found = [part.get("eos_token_id") for part in (generation, config, config.get("text_config") or {})]
     ids = [number for each in found for number in (each if isinstance(each, list) else [each])]
     tokens = tokenizer.convert_ids_to_tokens([number for number in ids if isinstance(number, int)])
     return [token for token in dict.fromkeys(tokens) if token]
+
+
+def open_tokenizer(name: str, revision: str = "main") -> Any:
+    """Return a tokenizer; its own code is never run. Raises RecipeError if it is needed."""
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+    raise RecipeError(
+        f"model.tokenizer: {name} needs the tokenizer's own code, which is never run: name a folder with its "
+        "tokenizer.json, and a tokenizer_config.json without auto_map"
+    )
+
+
+def own_code_note(made: Any) -> str | None:
+    """Return a note if `auto_map` in the files of a model or tokenizer names a class, and `made` is of another one."""
+    is_model = hasattr(made, "config")
+    auto_map = (vars(made.config) if is_model else made.init_kwargs).get("auto_map") or {}
+    named = next((auto_map[kind] for kind in OWN_CLASSES if kind in auto_map), None)
+    if named is None or type(made).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):
+        return None
+    own = named if isinstance(named, str) else next(filter(None, reversed(named)), None)  # of slow and fast tokenizers
+    field, used = "model.id" if is_model else "model.tokenizer", type(made).__name__
+    return f"{field}: its own code ({own}) is not run: {used} of transformers is used"
 
 
 def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:

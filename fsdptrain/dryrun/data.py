@@ -22,7 +22,7 @@ from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
-from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
+from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.data.windows import of_first_window, windows_note
 from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
@@ -55,6 +55,8 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     if readable or vocab_size is None:
         with findings.continue_on_error():
             tokenizer = load_tokenizer(plan, findings.send_progress)
+            if note := own_code_note(tokenizer):
+                findings.add_note(note)
             vocab_size = vocabulary_size(tokenizer)
             check_special_tokens(plan, tokenizer)
     if readable and tokenizer is not None:

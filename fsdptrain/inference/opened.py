@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.reopen import open_adapter, open_model
@@ -21,6 +20,7 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import recipe_errors, reject_symlinks_outside
 from fsdptrain.data.pinned import pin_date
+from fsdptrain.data.tokenizer import open_tokenizer, own_code_note
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.files import is_there, scratch_folder
 from fsdptrain.folder.ownership import read_export_record
@@ -74,16 +74,20 @@ def opened_model(
         if plan and step is None and is_model(rundir.export):
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
-            folder, name = stack.enter_context(exported_for_now(rundir, plan, step, screen))
+            folder, name = stack.enter_context(exported_for_now(rundir, plan, step, trust_remote_code, screen))
         with screen.busy(f"opening {name}"):
             model, tokenizer = _open(folder, dtype or default_dtype(plan), trust_remote_code)
+        for note in filter(None, map(own_code_note, (model, tokenizer))):
+            screen.say(note)
         if plan and plan.recipe.adapter.kind == "qlora" and is_there(folder / ADAPTER_CONFIG):
             screen.say("the weights of the base are not quantised here, as they were in training")
         yield OpenedModel(model, tokenizer, name, plan, rundir)
 
 
 @contextlib.contextmanager
-def exported_for_now(rundir: RunDir, plan: Plan, step: int | None, screen: Screen) -> Iterator[tuple[Path, str]]:
+def exported_for_now(
+    rundir: RunDir, plan: Plan, step: int | None, trusted: bool, screen: Screen
+) -> Iterator[tuple[Path, str]]:
     """Export a checkpoint to a temporary folder, in the dtype of training; yield the folder and its name.
 
     Raises RecipeError if there is no checkpoint.
@@ -96,7 +100,8 @@ def exported_for_now(rundir: RunDir, plan: Plan, step: int | None, screen: Scree
         out = scratch / "export"
         with screen.busy("exporting a checkpoint"):
             quiet = Screen(quiet=True)
-            export_checkpoint(rundir, step, out, None if separate else plan.recipe.model.dtype, quiet, compare=False)
+            dtype = None if separate else plan.recipe.model.dtype
+            export_checkpoint(rundir, step, out, dtype, quiet, compare=False, trusted=trusted)
         yield out, f"{rundir.root}, step {quiet.last['export']['step']}"
 
 
@@ -117,5 +122,5 @@ def _open(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     with recipe_errors(f"{folder} cannot be opened"):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
         model = (open_adapter if is_adapter else open_model)(str(folder), **how)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = open_tokenizer(str(folder))
     return model.eval().to(device), tokenizer

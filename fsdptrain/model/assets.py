@@ -34,7 +34,8 @@ CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat templ
 
 def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
-    config, generation = copy.deepcopy(config), _generation_config(plan, model)
+    config, generation, tokenizer = copy.deepcopy(config), _generation_config(plan, model), copy.copy(tokenizer)
+    tokenizer.init_kwargs = {key: value for key, value in tokenizer.init_kwargs.items() if key != "auto_map"}
     kwargs = plan.recipe.data.chat_template_kwargs
     turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
@@ -42,6 +43,8 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     with scratch_folder() as scratch:
         if type(model).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):  # the folder needs the model's own code
             custom_object_save(model, scratch, config=config)
+        else:  # the folder must not name code that it does not have
+            vars(config).pop("auto_map", None)
         config.save_pretrained(scratch)
         generation.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)

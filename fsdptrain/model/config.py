@@ -16,10 +16,11 @@ from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors
+from fsdptrain.data.hub import hub_errors, read_json, recipe_errors
+from fsdptrain.data.tokenizer import OWN_CLASSES
 from fsdptrain.errors import CUSTOM_CODE, NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import config_parts, layer_values, set_special_token
-from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.plan.plan import Plan, unpinned_code, varied
 
 # The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
 # configuration could use all memory before its parameters are counted.
@@ -83,17 +84,12 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
         with recipe_errors("model.config"):
             config = AutoConfig.for_model(kind, **overrides)
     else:
-        own = own_classes(plan)
-        where = {**hub_arguments(plan, None), "trust_remote_code": bool(own)}
-        cannot = f"model.id: cannot read the configuration of {model.id!r}"
-        with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
-            known = AutoConfig.from_pretrained(str(model.id), **where)
+        known = read_config(str(model.id), model.revision, plan.trust_remote_code)
         if plan.pretrained:
             _reject_quantised(known, str(model.id))
         overrides = translate_overrides(overrides, known)
         with recipe_errors("model.config"):
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
-            _register_own_classes(plan, own, config)
         # Layers for multi-token prediction belong to the layers of the files.
         if (depth := layer_values(known.get_text_config(), "num_hidden_layers")) and depth != layer_values(
             config.get_text_config(), "num_hidden_layers"
@@ -346,44 +342,50 @@ def longrope_threshold(config: Any, seq_len: int) -> int | None:
     return min((limit for limit in limits if limit < seq_len), default=None)
 
 
-def own_classes(plan: Plan) -> dict[str, str]:
-    """Return the model's own classes (`auto_map` of `model.id`) if they are needed; none is imported here.
+def own_classes(name: str, revision: str | None, trusted: bool, field: str = "model.id") -> dict[str, str]:
+    """Return the model's own classes (`auto_map`) that are used; none is imported here.
 
-    Raises RecipeError if they are needed and the command line does not allow them, or if they are in another
-    repository, which no revision pins.
+    Trusted ones are used as transformers uses them. Raises RecipeError if they are needed and the command line does not
+    allow them, or if no revision pins them.
     """
-    written = read_json(plan, "config.json")
+    written = read_json(name, revision, "config.json", field)
     named = written.get("auto_map") or {}
     if not isinstance(named, dict):
-        raise RecipeError(f"model.id: auto_map in config.json of {plan.recipe.model.id} is not a mapping")
+        raise RecipeError(f"{field}: auto_map in config.json of {name} is not a mapping")
+    named = {kind: str(named[kind]) for kind in OWN_CLASSES[:2] if kind in named}
     classes = written.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else None
     known = written.get("model_type") in CONFIG_MAPPING_NAMES and (
         "AutoModelForCausalLM" not in named or first in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     )
-    if known or not named:
+    if not named or (known and not trusted):
         return {}  # transformers implements this architecture itself
-    if not plan.trust_remote_code:
-        raise RecipeError(f"model.id: {plan.recipe.model.id} {CUSTOM_CODE}")
-    foreign = [name for name in named.values() if "--" in str(name)]
-    if foreign:
-        raise RecipeError(f"model.id: {foreign[0]} is code of another repository, which model.revision does not pin")
+    if not trusted:
+        raise RecipeError(f"{field}: {name} {CUSTOM_CODE}")
+    if fault := unpinned_code(name, revision):
+        raise RecipeError(f"{field}: {fault}")
+    if foreign := [each for each in named.values() if "--" in each]:
+        way_out = ": without --trust-remote-code a class of transformers is used" if known else ""
+        raise RecipeError(f"{field}: {foreign[0]} is code of another repository, which no revision pins{way_out}")
     return named
 
 
-def _register_own_classes(plan: Plan, own: dict[str, str], config: Any) -> None:
-    """Register the model's own classes for its type of configuration, in this process; runs their code.
+def read_config(name: str, revision: str | None, trusted: bool) -> Any:
+    """Return the configuration in a model's files; its own classes that are used run their code.
 
-    From then on everything that builds or reads this model, the export too, uses them.
+    They are registered: from then on everything in this process that builds or reads this model, the export too, uses
+    them. Raises RecipeError as `own_classes` does.
     """
-    if "AutoModelForCausalLM" in own:
-        made: Any = get_class_from_dynamic_module(
-            own["AutoModelForCausalLM"], str(plan.recipe.model.id), revision=plan.recipe.model.revision
-        )
-        made.register_for_auto_class("AutoModelForCausalLM")
-        AutoModelForCausalLM.register(type(config), made, exist_ok=True)
-    if "AutoConfig" in own:
-        AutoConfig.register(config.model_type, type(config), exist_ok=True)
+    own = own_classes(name, revision, trusted)
+    with recipe_errors(f"model.id: cannot read the configuration of {name!r}"), hub_errors("model.id", name):
+        config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=bool(own))
+        if "AutoModelForCausalLM" in own:
+            made: Any = get_class_from_dynamic_module(own["AutoModelForCausalLM"], name, revision=revision)
+            made.register_for_auto_class("AutoModelForCausalLM")
+            AutoModelForCausalLM.register(type(config), made, exist_ok=True)
+        if "AutoConfig" in own:
+            AutoConfig.register(config.model_type, type(config), exist_ok=True)
+    return config
 
 
 def _reject_sizes(config: Any) -> None:

@@ -632,8 +632,13 @@ def _trust_problems(recipe: Recipe) -> list[Problem]:
     name, revision = recipe.model.id, recipe.model.revision
     if name is None:
         return [Problem("has no effect without model.id", "--trust-remote-code")]
+    fault = unpinned_code(name, revision)
+    return [Problem(fault, "model.revision")] if fault else []
+
+
+def unpinned_code(name: str, revision: str | None) -> str | None:
+    """Return what is wrong if the code of a model is neither in a local folder nor at a fixed commit of the Hub."""
     if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        return []
+        return None
     what = f"{shortened(revision)!r} is a branch or a tag, which can change" if revision else "is not set"
-    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so set the full commit (40 hex digits)"
-    return [Problem(message, "model.revision")]
+    return f"{what}: --trust-remote-code runs code of {shortened(name)}, so set the full commit (40 hex digits)"

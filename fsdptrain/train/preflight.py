@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import safetensors_files
-from fsdptrain.data.tokenizer import load_tokenizer, size_to_train, vocabulary_size
+from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.assets import check_special_tokens
@@ -88,6 +88,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
     plan = ready.plan
     found = (
         *ready.notes,
+        own_code_note(ready.bare),
         slow_dtype_note(plan),
         unquantised_note(ready.trained, plan.recipe),
         mask_note(plan, ready.bare),

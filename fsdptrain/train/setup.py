@@ -40,7 +40,7 @@ from fsdptrain.data.corpus import Corpus, Mixture, Stream, reading_notes, row_no
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
-from fsdptrain.data.tokenizer import tokenizer_digest, vocabulary_size
+from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream, open_stream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
@@ -477,6 +477,7 @@ def start_fields(
         *reading_notes(plan, stream),
         stream.corpus.note if isinstance(stream, WindowStream) else None,
         date_note(inputs.day) if inputs.day else None,
+        own_code_note(inputs.tokenizer),
         *model_notes(inputs.prepared),
         flash_note,
         *plan.length_notes(len(stream)),

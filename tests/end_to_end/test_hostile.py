@@ -21,17 +21,21 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from fsdptrain.checkpoint.reopen import open_model
 from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import safetensors_files
-from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
+from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.inference.opened import opened_model
 from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import LIMITS, load_config, position_limit
+from fsdptrain.model.config import LIMITS, load_config, own_classes, position_limit
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import find_topology
+from fsdptrain.terminal.screen import Screen
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -176,9 +180,32 @@ def test_own_code_is_refused_with_a_message_that_names_the_flag(
     assert not canary.exists()
 
 
-def test_code_for_an_architecture_that_is_known_is_never_run(model: Path, tmp_path: Path, canary: Path) -> None:
+def test_code_for_an_architecture_that_is_known_is_not_run_and_not_in_the_export(
+    model: Path, tmp_path: Path, canary: Path
+) -> None:
     with_code(model, canary)
     prepare_run(tmp_path)
+    assert not canary.exists()
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "written" / name).read_text())
+
+
+def test_what_is_used_instead_of_own_code_is_said(model: Path, tmp_path: Path, canary: Path) -> None:
+    plan = plan_of(tmp_path)
+    made = [load_tokenizer(plan, quiet), skeleton(load_config(plan, None), plan.recipe.model)]
+    assert [own_code_note(each) for each in made] == [None, None]
+    with_code(model, canary)
+    made = [load_tokenizer(plan, quiet), skeleton(load_config(plan, None), plan.recipe.model)]
+    assert [own_code_note(each) for each in made] == [
+        "model.tokenizer: its own code (tokenization_evil.Evil) is not run: TokenizersBackend of transformers is used",
+        "model.id: its own code (modeling_evil.Evil) is not run: LlamaForCausalLM of transformers is used",
+    ]
+
+
+def test_code_for_an_architecture_that_is_known_is_used_if_it_is_trusted(model: Path, canary: Path) -> None:
+    with_code(model, canary)
+    assert own_classes(str(model), None, trusted=False) == {}
+    assert own_classes(str(model), None, trusted=True).keys() == {"AutoConfig", "AutoModelForCausalLM"}
     assert not canary.exists()
 
 
@@ -190,12 +217,37 @@ def test_an_own_tokenizer_class_is_refused(model: Path, tmp_path: Path, canary: 
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_tokenizers_code_is_never_run(model: Path, tmp_path: Path, canary: Path, trust: bool) -> None:
+    rewrite(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Evil"]})
+    (model / "tokenization_evil.py").write_text(evil(canary))
+    load_tokenizer(plan_of(tmp_path, trust), quiet)
+    with opened_model(RunDir.open(model), None, None, trust, Screen(quiet=True)) as opened:  # of `chat` and `eval`
+        assert own_code_note(opened.tokenizer)
+    rewrite(model / "config.json", model_type="evil")
+    rewrite(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
+    with pytest.raises(RecipeError, match="own code, which is never run: name a folder") as caught:
+        load_tokenizer(plan_of(tmp_path, trust), quiet)
+    assert "--trust-remote-code" not in str(caught.value)
+    assert not canary.exists()
+
+
 def test_code_of_another_repository_is_refused_even_with_the_flag(model: Path, tmp_path: Path, canary: Path) -> None:
     with_code(model, canary, model_type="evil", auto_map={"AutoConfig": "evil/repo--configuration_evil.Evil"})
     plan = plan_of(tmp_path, trust=True)
     with pytest.raises(RecipeError, match="another repository"):
         load_config(plan, None)
+    with pytest.raises(RecipeError, match="another repository"):
+        open_model(str(model), torch.float32, trust_remote_code=True)
     assert not canary.exists()
+
+
+def test_the_base_of_an_adapter_runs_its_code_from_a_fixed_commit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "configuration_evil.Evil"}}
+    monkeypatch.setattr("fsdptrain.model.config.read_json", lambda *_: config)
+    with pytest.raises(RecipeError, match="full commit"):
+        own_classes("org/base", "main", trusted=True)
+    assert own_classes("org/base", "0" * 40, trusted=True)
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "abc1234", "A" * 40, "f" * 39, "f" * 41])
@@ -487,7 +539,8 @@ def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     (model / "modeling_own.py").write_text(MODELING)
     (model / "scaling_own.py").write_text("SCALE = 1.0\n")
     named = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    rewrite(model / "config.json", auto_map=named, architectures=["OwnForCausalLM"])
+    rewrite(model / "config.json", auto_map=named)
+    rewrite(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]})
     recipe = write_recipe(
         tmp,
         model={"id": str(model)},
@@ -510,6 +563,11 @@ def test_a_model_with_own_code_trains_with_the_flag(runs: dict[str, Any]) -> Non
     assert "the model's own code runs" in (runs["folder"] / "logs" / "rank-0.log").read_text()
 
 
+def test_a_command_names_the_code_that_it_does_not_run(runs: dict[str, Any]) -> None:
+    assert "its own code (tokenization_own.Own) is not run" in runs["with"].stdout
+    assert "its own code (modeling_own" not in runs["with"].stdout
+
+
 def test_the_code_is_copied_into_the_export(runs: dict[str, Any]) -> None:
     export = runs["folder"] / "export"
     written = json.loads((export / "config.json").read_text())
@@ -517,6 +575,16 @@ def test_the_code_is_copied_into_the_export(runs: dict[str, Any]) -> None:
     assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_own.OwnForCausalLM"
     assert (export / "modeling_own.py").read_text() == MODELING
     assert (export / "scaling_own.py").exists()
+
+
+def test_an_export_needs_the_flag_too(runs: dict[str, Any], tmp_path: Path) -> None:
+    words = ("export", runs["folder"], "--out", tmp_path / "out")
+    refused = fsdptrain(*words)
+    assert (refused.returncode, "pass --trust-remote-code" in refused.stderr) == (2, True)
+    done = fsdptrain(*words, "--trust-remote-code")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["OwnForCausalLM"]
+    assert (tmp_path / "out" / "modeling_own.py").read_text() == MODELING
 
 
 def test_a_run_is_not_resumed_without_the_flag(runs: dict[str, Any]) -> None:
