@@ -21,6 +21,7 @@ from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import load
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
+from fsdptrain.model.freeze import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
@@ -164,6 +165,16 @@ def test_frozen_weights_that_are_kept_whole_are_in_the_forecast(tmp_path: Path, 
     assert math.isclose(peak(traces[1], HOST).allocated, on_real(kept), rel_tol=5e-3, abs_tol=2**17)
     sent, less = (sum(each.size for each in traffic(trace.all(), 4) if each.kind == "all-gather") for trace in traces)
     assert less < sent / 2
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "NO_SHARD"), (1, "FULL_SHARD")])
+def test_a_rank_with_a_whole_copy_has_frozen_weights_once(tmp_path: Path, world: int, strategy: str) -> None:
+    plan = plan_of(tmp_path, world, fsdp__strategy=strategy, fsdp__mixed_precision={"param_dtype": "bfloat16"})
+    plan = varied(plan, {"adapter.kind": "lora", "adapter.r": 5})
+    forecast = peak(on_fake(plan), HOST)
+    adapters = plan.state_bytes(weights_of(freeze(skeleton(config_of(plan), plan.recipe.model), plan.recipe)).values())
+    assert forecast.by_category["gathered parameters"] <= adapters / 6  # in bfloat16, beside 12 bytes of state
+    assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3, abs_tol=2**17)
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
