@@ -12,6 +12,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,7 @@ from typing import IO, Any
 from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_full
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
+LEFT_S = 3600  # after which a file that is not renamed will never be
 SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
 
 WAYS_OUT = {
@@ -70,8 +72,13 @@ def is_there(path: Path) -> bool:
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.
 
-    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed.
+    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed. What
+    processes have left that were killed an hour ago is removed.
     """
+    for left in path.parent.glob(f".fsdptrain-{'[0-9a-f]' * 16}.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_ctime > LEFT_S:
+                left.unlink()
     temporary = path.with_name(f".fsdptrain-{secrets.token_hex(8)}.tmp")
     with temporary.open("xb") as file:
         try:

@@ -45,9 +45,8 @@ def is_marked(folder: Path) -> bool:
 
 
 def write_mark(folder: Path) -> None:
-    """Write the mark into a folder that has none."""
-    if not is_marked(folder):
-        write_atomically(folder / MARK, MARK_TEXT)
+    """Write the mark into a folder that has none, under its name: a folder with another file cannot be marked."""
+    _create(folder / MARK, MARK_TEXT)
 
 
 def mark_checkpoints(folder: Location, run: str) -> None:
