@@ -59,6 +59,8 @@ TextPart = dict[str, str]  # {type: text, text: …}
 SEPARATORS = ("", "\n", " ", "\n\n")
 OF_SERVERS = "\n"
 
+SHORT = 16  # characters; what a template writes itself may contain a shorter content
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
 
 
@@ -158,7 +160,9 @@ class ConversationRenderer:
         wanted: list[int],
     ) -> None:  # fmt: skip
         """Raise DataError for what the template leaves out of `text`; of the thoughts of turns, count that it does."""
-        shown = {mark.message for mark in conversation.view.marks if mark.kind == END} if conversation else set()
+        shown = _in_order(messages, text)
+        if conversation:
+            shown = {mark.message for mark in conversation.view.marks if mark.kind == END}
         shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
         for path in find_left_out(self._apply_template, messages, tools, text, shown):
             if path[-1] not in THOUGHT_KEYS:
@@ -334,6 +338,18 @@ def _is_within(content: Any, text: str) -> bool:
     if not isinstance(content, str) or content.strip() in text:
         return True
     return "".join(content.split()) in "".join(text.split())
+
+
+def _in_order(messages: list[Message], text: str) -> set[int]:
+    """Return the numbers of all messages if their contents, none of them short, stand in a text in this order."""
+    at = 0
+    for message in messages:
+        content = str(message.get("content", "")).strip()
+        found = text.find(content, at)
+        if found < 0 or len(content) < SHORT:
+            return set()
+        at = found + len(content)
+    return {*range(len(messages))}
 
 
 def _arguments(message: Message) -> Iterator[Any]:
