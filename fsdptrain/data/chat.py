@@ -37,6 +37,8 @@ from fsdptrain.data.turns import (
     called_tools,
     cannot_locate,
     check_order,
+    function_of,
+    with_function,
 )
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
@@ -58,8 +60,6 @@ TextPart = dict[str, str]  # {type: text, text: …}
 # and llama.cpp, so that the model is trained on what it gets when it is served.
 SEPARATORS = ("", "\n", " ", "\n\n")
 OF_SERVERS = "\n"
-
-SHORT = 16  # characters; what a template writes itself may contain a shorter content
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
 
@@ -84,7 +84,8 @@ class ConversationRenderer:
 
     def __post_init__(self) -> None:
         self.marked_by_template = bool(GENERATION.search(template := self.tokenizer.chat_template))
-        self.thought_keys = [key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)]
+        read = (key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template))
+        self.thought_key = next(read, THOUGHT_KEYS[0])
         self.arguments_as_text: bool | None = None  # how the template takes the arguments of calls, once it is known
         tokens = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
         longest_first = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
@@ -160,9 +161,7 @@ class ConversationRenderer:
         wanted: list[int],
     ) -> None:  # fmt: skip
         """Raise DataError for what the template leaves out of `text`; of the thoughts of turns, count that it does."""
-        shown = _in_order(messages, text)
-        if conversation:
-            shown = {mark.message for mark in conversation.view.marks if mark.kind == END}
+        shown = {mark.message for mark in conversation.view.marks if mark.kind == END} if conversation else set()
         shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
         for path in find_left_out(self._apply_template, messages, tools, text, shown):
             if path[-1] not in THOUGHT_KEYS:
@@ -189,19 +188,17 @@ class ConversationRenderer:
                 if not self.arguments_as_text:
                     raise error from None
             else:
-                objects = [str(value) for message in messages for value in _arguments(message) if value]
+                calls = itertools.chain.from_iterable(message.get("tool_calls") or [] for message in messages)
+                objects = [str(function_of(call)["arguments"]) for call in calls if function_of(call).get("arguments")]
                 self.arguments_as_text = any(value in text for value in objects) if objects else None
         return texts if self.arguments_as_text else messages
 
     def _with_thought(self, message: Message) -> Message:
         if called_tools(message):
             message = {"content": "", **message}  # some templates add to it
-        given = next((key for key in THOUGHT_KEYS if message.get(key)), None)
-        if given is None:
-            return message
-        key = given if given in self.thought_keys else next(iter(self.thought_keys), given)
-        others = {k: v for k, v in message.items() if k not in THOUGHT_KEYS or v not in ("", message[given])}
-        return {**others, key: message[given]}
+        thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
+        others = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+        return {**others, self.thought_key: thought} if thought else message
 
     def _with_texts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return messages with texts as contents: lists of parts are joined as the template joins them."""
@@ -340,36 +337,18 @@ def _is_within(content: Any, text: str) -> bool:
     return "".join(content.split()) in "".join(text.split())
 
 
-def _in_order(messages: list[Message], text: str) -> set[int]:
-    """Return the numbers of all messages if their contents, none of them short, stand in a text in this order."""
-    at = 0
-    for message in messages:
-        content = str(message.get("content", "")).strip()
-        found = text.find(content, at)
-        if found < 0 or len(content) < SHORT:
-            return set()
-        at = found + len(content)
-    return {*range(len(messages))}
-
-
-def _arguments(message: Message) -> Iterator[Any]:
-    """Yield the arguments of the tools that a message calls."""
-    for call in message.get("tool_calls") or []:
-        if isinstance(call, dict):
-            yield (call.get("function") or call).get("arguments")
-
-
 def _with_arguments_as_text(message: Message) -> Message:
     """Return a message in which the arguments of calls are JSON text."""
-
-    def with_text(call: Any) -> Any:
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            return {**call, "function": with_text(call["function"])}
-        if isinstance(call, dict) and isinstance(call.get("arguments"), dict):
-            return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        return call
-
-    return {**message, "tool_calls": [*map(with_text, message["tool_calls"])]} if called_tools(message) else message
+    if not called_tools(message):
+        return message
+    given = [(call, function_of(call).get("arguments")) for call in message["tool_calls"]]
+    calls = [
+        with_function(call, arguments=json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else call
+        for call, arguments in given
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: bool = False) -> str:
