@@ -37,6 +37,8 @@ from fsdptrain.data.turns import (
     called_tools,
     cannot_locate,
     check_order,
+    function_of,
+    with_function,
 )
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
@@ -83,7 +85,8 @@ class ConversationRenderer:
 
     def __post_init__(self) -> None:
         self.marked_by_template = bool(GENERATION.search(template := self.tokenizer.chat_template))
-        self.thought_keys = [key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)]
+        read = (key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template))
+        self.thought_key = next(read, THOUGHT_KEYS[0])
         self.arguments_as_text: bool | None = None  # how the template takes the arguments of calls, once it is known
         tokens = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
         longest_first = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
@@ -182,19 +185,17 @@ class ConversationRenderer:
                 if not self.arguments_as_text:
                     raise error from None
             else:
-                objects = [str(value) for message in messages for value in _arguments(message) if value]
+                calls = itertools.chain.from_iterable(message.get("tool_calls") or [] for message in messages)
+                objects = [str(function_of(call)["arguments"]) for call in calls if function_of(call).get("arguments")]
                 self.arguments_as_text = any(value in text for value in objects) if objects else None
         return texts if self.arguments_as_text else messages
 
     def _with_thought(self, message: Message) -> Message:
         if called_tools(message):
             message = {"content": "", **message}  # some templates add to it
-        given = next((key for key in THOUGHT_KEYS if message.get(key)), None)
-        if given is None:
-            return message
-        key = given if given in self.thought_keys else next(iter(self.thought_keys), given)
-        others = {k: v for k, v in message.items() if k not in THOUGHT_KEYS or v not in ("", message[given])}
-        return {**others, key: message[given]}
+        thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
+        others = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+        return {**others, self.thought_key: thought} if thought else message
 
     def _with_texts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return messages with texts as contents: lists of parts are joined as the template joins them."""
@@ -333,24 +334,18 @@ def _is_within(content: Any, text: str) -> bool:
     return "".join(content.split()) in "".join(text.split())
 
 
-def _arguments(message: Message) -> Iterator[Any]:
-    """Yield the arguments of the tools that a message calls."""
-    for call in message.get("tool_calls") or []:
-        if isinstance(call, dict):
-            yield (call.get("function") or call).get("arguments")
-
-
 def _with_arguments_as_text(message: Message) -> Message:
     """Return a message in which the arguments of calls are JSON text."""
-
-    def with_text(call: Any) -> Any:
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            return {**call, "function": with_text(call["function"])}
-        if isinstance(call, dict) and isinstance(call.get("arguments"), dict):
-            return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        return call
-
-    return {**message, "tool_calls": [*map(with_text, message["tool_calls"])]} if called_tools(message) else message
+    if not called_tools(message):
+        return message
+    given = [(call, function_of(call).get("arguments")) for call in message["tool_calls"]]
+    calls = [
+        with_function(call, arguments=json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else call
+        for call, arguments in given
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: bool = False) -> str:

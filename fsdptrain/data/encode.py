@@ -30,8 +30,9 @@ from fsdptrain.text import counted
 TRAINED = 1  # in the flags of a row
 # What is counted of trained turns, and what a note says of it.
 OF_TURNS = {
-    "endless": "without an end to learn: the chat template writes no token behind the answer that ends generation",
-    "shortened": "without a thought, or another part of the content, which the chat template leaves out of its text",
+    "endless": "trained without an end: the chat template writes none, so that the model does not learn to stop there",
+    "shortened": "trained without a thought, or another part of the content, that the chat template leaves out "
+    "(data.turns: split may keep that of an earlier turn)",
 }
 POLL_S = 0.2
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsdptrain.data.turns import THOUGHT_KEYS, Message, Render, delimiters_for
+from fsdptrain.data.turns import THOUGHT_KEYS, Message, Render, delimiters_for, function_of
 from fsdptrain.errors import DataError
 
 Path = tuple[Any, ...]  # keys and indices that lead to a value
@@ -52,8 +52,10 @@ def describe_left_out(path: Path, messages: list[Message], tools: list[Any] | No
         role = messages[number]["role"]
         return f"the {rest[0]} of {place} ({role}); use a template that renders it, or remove it from the row"
     calls = messages[number]["tool_calls"]
-    function = calls[rest[1]].get("function") or calls[rest[1]]
-    where = f"the call of {function['name']!r} in {place}" + f" (call {rest[1] + 1} of {len(calls)})" * (len(calls) > 1)
+    where = (
+        f"the call of {function_of(calls[rest[1]])['name']!r} in {place}"
+        + f" (call {rest[1] + 1} of {len(calls)})" * (len(calls) > 1)
+    )
     key = rest[rest.index("arguments") + 1 :] if "arguments" in rest else []
     what = f"{'.'.join(map(str, key))!r} in " * bool(key) + where
     return f"{what}; use a template that renders all `tool_calls`, or write the call as the message's content"
@@ -71,10 +73,10 @@ def _values(messages: list[Message], tools: list[Any] | None) -> Iterator[tuple[
         yield from _values_of_function(tool, ("tools", n))
 
 
-def _values_of_function(function: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(function, dict) and isinstance(function.get("function"), dict):
-        function, path = function["function"], (*path, "function")
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
+def _values_of_function(call: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    function = function_of(call)
+    if isinstance(function.get("name"), str):
+        path = (*path, "function") if "function" in call else path
         yield (*path, "name"), function["name"]
         yield from _leaves(function.get("arguments", {}), (*path, "arguments"))
 

@@ -127,42 +127,46 @@ def with_marks(message: Message, number: int, placement: Placement, delimiters: 
         inner = content[a : tag.end()] + mark(INNER) + content[tag.end() : b] if tag else content[a:b]
         marked["content"] = content[:a] + mark(BEGIN) + inner + mark(END) + content[b:]
     if placement is not _inside_space_without_markup:
-        if called_tools(message):
-            calls = enumerate(message["tool_calls"])
-            marked["tool_calls"] = [_with_marked_name(call, mark(CALL, n)) for n, call in calls]
+        if names := called_tools(message):
+            calls = zip(message["tool_calls"], names, strict=True)
+            marked["tool_calls"] = [with_function(c, name=mark(CALL, n) + name) for n, (c, name) in enumerate(calls)]
         for key in THOUGHT_KEYS:
             if isinstance(thought := message.get(key), str) and (where := _inside_space(thought)):
                 marked[key] = thought[: where[0]] + mark(THOUGHT) + thought[where[0] :]
     return marked
 
 
-def _with_marked_name(call: Any, mark: str) -> Any:
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": _with_marked_name(call["function"], mark)}
-    if isinstance(call, dict) and isinstance(call.get("name"), str):
-        return {**call, "name": mark + call["name"]}
-    return call
-
-
 def take_marks(rendered: str, delimiters: list[str]) -> MarkedText:
     """Take the marks out of a rendered text. A tool's name that is repeated, before its result, is no call."""
     parts = re.split(f"{delimiters[0]}([0-9]+),([0-9]+),([0-9]+){delimiters[1]}", rendered)
-    marks, at, calls = list[Mark](), 0, set[tuple[int, ...]]()
+    marks, at, seen = list[Mark](), 0, set[tuple[str, ...]]()
     for text, *numbers in zip(parts[::4], parts[1::4], parts[2::4], parts[3::4], strict=False):
         at += len(text)
         mark = Mark(at, *map(int, numbers))
-        if mark.kind != CALL or (mark.message, mark.call) not in calls:
+        if mark.kind != CALL or tuple(numbers) not in seen:
             marks.append(mark)
-        if mark.kind == CALL:
-            calls.add((mark.message, mark.call))
+        seen.add(tuple(numbers))
     return MarkedText("".join(parts[::4]), marks)
 
 
 def called_tools(message: Message) -> list[str]:
     """Return the names of the tools that a message calls."""
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function") or call for call in calls if isinstance(call, dict)]
-    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+    functions = map(function_of, message.get("tool_calls") or [])
+    return [str(function.get("name", "")) for function in functions]
+
+
+def function_of(call: Any) -> dict[str, Any]:
+    """Return the mapping that has the name and the arguments of a call: the call itself in some data."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    return function if isinstance(function, dict) else {}
+
+
+def with_function(call: Any, **changes: Any) -> Any:
+    """Return a call with other values in that mapping."""
+    if not function_of(call):
+        return call
+    function = {**function_of(call), **changes}
+    return {**call, "function": function} if "function" in call else function
 
 
 Render = Callable[[list[Message], list[Any] | None, bool], str]  # (messages, tools, with a generation prompt?) → text

@@ -567,6 +567,33 @@ def test_long_rows_are_cut_dropped_or_split(
     assert note.startswith("2 of 3 rows (67%) ") and ("teaches not to stop" in note) == ("cut" in counts)
 
 
+def test_the_files_of_the_model_say_which_token_of_a_role_ends_an_answer(bpe: Any, tmp_path: Path) -> None:
+    tokenizer = with_specials(bpe, "<|user|>", "<|assistant|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    talk = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["Hi", "Ho", "And?", "So"])
+    ]
+    jsonl(tmp_path / "talks.jsonl", {"messages": talk}, {"messages": talk[:2]})
+    ends = tokenizer.convert_tokens_to_ids([EOS, "<|user|>"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": ends[0]}))
+    found = {}
+    for name, config in (("without", {}), ("with", {"eos_token_id": ends})):
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps(config))
+        data = {"data": {"path": str(tmp_path / "talks.jsonl"), "format": "chat", "seq_len": 64}}
+        plan = a_plan(tmp_path / name, model={"id": str(tmp_path / "model")}, **data)
+        stream, _, held_out = prepare(plan, loaded := load_tokenizer(plan, quiet), quiet)
+        corpus = stream.corpus.parts[0]
+        shown = loaded.decode(corpus.tokens[:][np.asarray(corpus.trained[:], bool)])
+        found[name] = shown, itertools.chain(*row_notes(plan, corpus, held_out))
+    assert found["with"][0] == "Ho<|user|>So<|user|>Ho<|user|>" and [*found["with"][1]] == []
+    [note] = found["without"][1]
+    assert found["without"][0] == "HoSoHo" and note.startswith("3 turns trained without an end")
+
+
 def test_rows_that_are_all_too_long_are_an_error(bpe: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "Hi", "completion": "word " * 100}] * 3
     with pytest.raises(DataError, match=r"none of the 3 rows has a trained token; 3 are longer than data\.seq_len"):
