@@ -82,7 +82,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
             raise NoModel("model.config.vocab_size: unknown without the tokenizer; set it to plan without one")
         text.setdefault("vocab_size", vocab_size)
         with recipe_errors("model.config"):
-            config = AutoConfig.for_model(kind, **overrides)
+            config = known = AutoConfig.for_model(kind, **overrides)
     else:
         known = read_config(str(model.id), model.revision, plan.trust_remote_code)
         if plan.pretrained:
@@ -90,12 +90,9 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
         overrides = translate_overrides(overrides, known)
         with recipe_errors("model.config"):
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
-        # Layers for multi-token prediction belong to the layers of the files.
-        if (depth := layer_values(known.get_text_config(), "num_hidden_layers")) and depth != layer_values(
-            config.get_text_config(), "num_hidden_layers"
-        ):
-            announce_no_mtp(config)
-    if not plan.pretrained:
+    # Layers for multi-token prediction are in the files, behind all of the decoder layers there.
+    depth, of_files = (layer_values(each.get_text_config(), "num_hidden_layers") for each in (config, known))
+    if not plan.pretrained or depth != of_files:
         announce_no_mtp(config)
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     if not plan.own_tokenizer and "pad_token_id" not in overrides:

@@ -195,7 +195,18 @@ def fit_config(config: Any, bare: Any, plan: Plan, files: list[str]) -> list[str
     different values in the files, are untied. Raises RecipeError where only some of them are.
     """
     notes = []
-    if apart := _untied(bare, plan, files):
+    with _opened(files) as slices:
+        names = stored_names(bare, slices, plan.recipe.model.ignore_weights)
+        stored, dtype = (
+            {name: slices[key] for key, name in names.known.items()},
+            getattr(torch, plan.recipe.model.dtype),
+        )
+        apart = [
+            name
+            for name, source in bare.all_tied_weights_keys.items()
+            if {name, source} <= stored.keys() and not same_values(stored[name], stored[source], dtype)
+        ]
+    if apart:
         tensors = f"{apart[0]} and {bare.all_tied_weights_keys[apart[0]]}"
         if TIES in plan.recipe.model.config:
             raise RecipeError(
@@ -212,30 +223,13 @@ def fit_config(config: Any, bare: Any, plan: Plan, files: list[str]) -> list[str
             f"model.id: {tensors} have different values in the files, so they are trained and exported as two weights, "
             f"although config.json has {TIES}: true"
         )
-    with _opened(files) as slices:
-        carried = stored_names(bare, slices).carried
-    if announced_mtp(config) and all(_mtp_layer(bare, name) is None for name in carried):
+    if announced_mtp(config) and all(_mtp_layer(bare, name) is None for name in names.carried):
         announce_no_mtp(config)
         notes.append(
             "model.id: config.json announces layers for multi-token prediction, which the files do not have: the "
             "export announces none"
         )
     return notes
-
-
-def _untied(bare: Any, plan: Plan, files: list[str]) -> list[str]:
-    """Return the names of tied parameters for which files have other values than for the one that they share."""
-    groups: dict[str, list[str]] = {}
-    for name, source in bare.all_tied_weights_keys.items():
-        groups.setdefault(source, [source]).append(name)
-    apart: list[str] = []
-    with _opened(files) as slices:
-        stored = {name: slices[key] for key, name in _loaded_names(bare, list(slices)).items()}
-        for same in groups.values():
-            first, *others = [name for name in same if name in stored] or same[:1]
-            dtype = getattr(torch, plan.recipe.model.dtype)
-            apart += [name for name in others if not same_values(stored[first], stored[name], dtype)]
-    return apart
 
 
 def check_copies(trained: Any, bare: Any, plan: Plan, files: list[str]) -> None:
