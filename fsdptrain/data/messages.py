@@ -225,6 +225,11 @@ def _weight(message: Message, role: str, at: str) -> dict[str, int]:
     return {"weight": next(iter(weights))} if weights else {}
 
 
+def masking_keys(messages: Any) -> list[str]:
+    """Return the keys that say of messages, as they are in the data, whether they are trained."""
+    return [key for key in (*TRAINED_IF, *MASKED_IF) if any(key in each for each in _listed(parsed(messages)))]
+
+
 def _text_parts(content: list[Any], at: str) -> list[dict[str, str]]:
     """Return the parts of a content, all of type text, without other keys; raises DataError for other parts."""
     for number, part in enumerate(content, 1):
