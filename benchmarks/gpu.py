@@ -84,7 +84,7 @@ CHECKS = {  # those alone run in this order: `forecast` uses the run of `speed`
     "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 500),
     "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
     **{
-        name: Check(functools.partial(shipped.check_shipped, variants), 420 * len(variants), 1 + (name == "8B-nccl"))
+        name: Check(functools.partial(shipped.check_shipped, variants), 420 * len(variants))
         for name, variants in shipped.VARIANTS.items()
     },
     "8B-saves": Check(shipped.check_shipped_saves, 600),

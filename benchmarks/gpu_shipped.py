@@ -23,10 +23,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {  # of checks: names of runs, 
     "8B": {"8B": {}},
     "8B-packed": {"8B-packed": {"data__packing": "concat"}},  # the same rows by varlen
     "8B-float8": {f"8B-float8-{kind}": {"train__float8": kind} for kind in ("rowwise", "tensorwise")},
-    "8B-nccl": {
-        "8B-symmetric-memory": {"fsdp__symmetric_memory": True},
-        "8B-separate-reduce-scatter": {"fsdp__separate_reduce_scatter": True},
-    },
     "8B-muon": {"8B-muon": {"optim__name": "muon"}},
     "8B-8bit": {"8B-8bit": {"optim__name": "adamw_8bit"}},
 }

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -30,11 +29,12 @@ from fsdptrain.errors import (
     disk_full_error,
     first_line,
     is_disk_full,
+    is_panic,
 )
-from fsdptrain.folder.files import scratch_folder, shipped, system_reason
+from fsdptrain.folder.files import shipped, system_reason, write_atomically
 from fsdptrain.folder.records import json_safe
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
+from fsdptrain.folder.storage import LIKE_A_URL
 from fsdptrain.processes import (
     Interrupted,
     StopRequest,
@@ -76,7 +76,7 @@ Trust = Annotated[
     ),
 ]
 
-RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or the URL that is output_dir")]
+RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run (its export, or else its newest checkpoint), or a model")
 ]
@@ -120,6 +120,7 @@ def main() -> None:
     if "OMP_THREAD_LIMIT" in os.environ:  # torch, which is not imported yet, would start a thread for each core
         os.environ["OMP_NUM_THREADS"] = str(threads_for(len(os.sched_getaffinity(0))))
     open_safe_streams()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cross those of this command
     try:
         with _os_errors_as_fsdptrain_errors():
             app()
@@ -152,7 +153,7 @@ def _next_command(*words: object) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(json_safe(value), indent=2))
+    print(json.dumps(json_safe(value), indent=2).replace("\x7f", "\\u007f"))  # the only control character in it
 
 
 def _own_name() -> str:
@@ -182,6 +183,12 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be a file name in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
         ) from None
+    except BaseException as error:
+        if is_disk_full(error):  # of a library in Rust
+            raise disk_full_error(error) from None
+        if is_panic(error):
+            raise FsdptrainError(f"internal error: a library failed: {first_line(error)} (please report it)") from error
+        raise
 
 
 @contextlib.contextmanager
@@ -199,7 +206,7 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
         raise
     except Exception as error:
         record = rundir.logs / "defect.txt"
-        record.write_text(traceback.format_exc(), encoding="utf-8")
+        write_atomically(record, traceback.format_exc())
         raise FsdptrainError(f"internal error: {error!r} (please report it; traceback: {record})") from error
 
 
@@ -210,7 +217,7 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="never resume; refuse a folder that holds a run")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Train a model, or resume its run. The run folder is output_dir: a folder, or a URL such as s3://BUCKET/FOLDER."""
+    """Train a model, or resume its run. The run folder is output_dir."""
     written = None
     with contextlib.ExitStack() as stack:
         try:
@@ -228,7 +235,7 @@ def run(
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.heading import heading
-        from fsdptrain.launch.launcher import launch, upload_export, worker_settings
+        from fsdptrain.launch.launcher import launch, worker_settings
         from fsdptrain.launch.next_steps import next_steps
         from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
@@ -268,7 +275,6 @@ def run(
         with _errors_recorded(rundir):
             try:
                 launch(plan, screen, earlier, trackers.poll)
-                upload_export(plan, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
                     start, config = screen.last.get("start"), str(rundir.model)
@@ -298,7 +304,7 @@ def _claim(
     raise_limits(plan)
     plan = compiled_where_possible(plan, limits_here())
     earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
-    return dataclasses.replace(plan, layout=earlier.layout), earlier
+    return plan, earlier
 
 
 @app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
@@ -409,11 +415,10 @@ def _exit_at_once(code: int) -> NoReturn:
 
 def _screen_beside_result() -> Screen:
     """Return a screen on standard error, because standard output is for the result."""
-    from rich.console import Console
-
+    from fsdptrain.terminal.page import Terminal
     from fsdptrain.terminal.screen import Screen
 
-    return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
+    return Screen(Terminal(stderr=True))
 
 
 @app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
@@ -470,10 +475,9 @@ def export(
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     if best and step is not None:
         raise RecipeError("--best and --step name two checkpoints: leave one out")
-    if out is None and URL.fullmatch(run_dir):
-        raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
     outcome = "before the export was complete; nothing was written; run the same command again"
-    with StopRequest() as stop, stop.obeyed_at_once(outcome), _opened_run(run_dir) as rundir:
+    with StopRequest() as stop, stop.obeyed_at_once(outcome):
+        rundir = _opened_run(run_dir)
         if not rundir.plan.is_file():
             raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
@@ -493,28 +497,8 @@ def export(
             export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare, best)
 
 
-@contextlib.contextmanager
-def _opened_run(run_dir: str) -> Iterator[RunDir]:
-    """Yield the folder of a run; for one in an object store, a temporary folder with its small files."""
-    from fsdptrain.config.paths import path_fault
-
-    if not URL.fullmatch(run_dir):
-        yield RunDir.open(_expanded_path(Path(run_dir)).absolute())
-        return
-    from fsdptrain.folder.runstore import RunStore
-
-    if fault := path_fault(run_dir) or url_fault(run_dir):
-        raise RecipeError(fault)
-    with scratch_folder() as folder:
-        url = run_dir.rstrip("/")
-        RunStore(RunDir(folder, url=url)).fetch(folder)
-        found = dataclasses.replace(RunDir.open(folder), url=url)
-        if not found.plan.is_file():
-            raise RecipeError(
-                f"{run_dir} has no plan.json: it is not the output_dir of a run, or its job is still queued (plan.json "
-                "is written when the first attempt starts)"
-            )
-        yield found
+def _opened_run(run_dir: str) -> RunDir:
+    return RunDir.open(_expanded_path(Path(run_dir)).absolute())
 
 
 def _output_folder(out: Path, rundir: RunDir) -> Path:
@@ -580,7 +564,7 @@ def submit(
             file=sys.stderr,
         )
     if not dry_run:
-        number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.place
+        number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.root
         text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\n{_next_command('status', run_dir)}\n"
     print(text, end="")
 
@@ -601,36 +585,34 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
 
 @app.command(epilog="Example: fsdptrain status runs")
 def status(
-    run_dir: Annotated[
-        str, typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or the URL that is output_dir")
-    ],
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
-    with _opened_run(run_dir) as rundir:
-        page = Page()
-        if not is_run_folder(rundir.root):
-            runs = list_runs(rundir.root)
-            if as_json:
-                _print_json(runs)
-            else:
-                show_runs(runs, rundir.root, page)
-        elif as_json:
-            _print_json(observe(rundir).status())
-        elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
-            watch(rundir, page.console)
+    rundir = _opened_run(run_dir)
+    page = Page()
+    if not is_run_folder(rundir.root):
+        runs = list_runs(rundir.root)
+        if as_json:
+            _print_json(runs)
         else:
-            page.say("\n".join(status_lines(observe(rundir).status())))
+            show_runs(runs, rundir.root, page)
+    elif as_json:
+        _print_json(observe(rundir).status())
+    elif page.console.is_terminal and not page.console.is_dumb_terminal:
+        watch(rundir, page.console)
+    else:
+        page.say("\n".join(status_lines(observe(rundir).status())))
 
 
 @app.command(epilog="Example: fsdptrain report runs/shakespeare")
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or a URL; several are compared"),
+        typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs; several are compared"),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
         "report.html"
@@ -641,8 +623,8 @@ def report(
 
     out = _expanded_path(out)
     check_report(out)
-    with contextlib.ExitStack() as stack, _screen_beside_result() as screen, screen.busy("report"):
-        opened = [stack.enter_context(_opened_run(run)) for run in dict.fromkeys(runs)]
+    with _screen_beside_result() as screen, screen.busy("report"):
+        opened = [_opened_run(run) for run in dict.fromkeys(runs)]
         with _write_errors_as_recipe_errors(out):
             notes = write_report(opened, out)
     for note in notes:
@@ -659,7 +641,8 @@ def verify(
     from fsdptrain.checkpoint.verify import show_survey, survey
     from fsdptrain.terminal.screen import Screen
 
-    with Screen() as screen, _opened_run(run_dir) as rundir:
+    rundir = _opened_run(run_dir)
+    with Screen() as screen:
         if not rundir.root.is_dir():
             raise RecipeError(f"{run_dir} is not a run folder")
         with screen.busy("verify"):
@@ -754,14 +737,14 @@ def _opened_model(
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
     from fsdptrain.checkpoint.verify import is_model
 
-    with _opened_run(model) as rundir:
-        if not (is_model(rundir.root) or rundir.plan.is_file()):
-            what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
-            raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
-        with screen.busy("importing transformers"):
-            from fsdptrain.inference.opened import opened_model
-        with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:
-            yield opened
+    rundir = _opened_run(model)
+    if not (is_model(rundir.root) or rundir.plan.is_file()):
+        what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
+        raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
+    with screen.busy("importing transformers"):
+        from fsdptrain.inference.opened import opened_model
+    with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:
+        yield opened
 
 
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
@@ -779,15 +762,6 @@ def init(
         typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id or local folder")] = None,
-    foreign: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="convert this YAML file of Axolotl, LLaMA-Factory, torchtune, TRL, Accelerate or DeepSpeed instead; "
-            "several are read as one",
-        ),
-    ] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
     hardware: Annotated[
         str | None,
@@ -797,20 +771,10 @@ def init(
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
-    if dest.exists():
+    if os.path.lexists(dest):
         raise RecipeError(f"{dest} exists already and is not overwritten")
-    if foreign:
-        if data or model is not None or hardware is not None:
-            raise RecipeError("--from takes data and model from its files: leave out --data, --model and --hardware")
-        from fsdptrain.config.convert import convert
-
-        done = convert([_expanded_path(path) for path in foreign], dest)
-        _write_recipe(dest, done.text)
-        said = [*done.report(), "", f"{dest}\n{_next_command('validate', dest)}"]
-        print(wrapped_for("\n".join(said), sys.stdout))
-        return
     if not data or model is None:
-        raise RecipeError("give --data and --model, or the configuration of another tool with --from")
+        raise RecipeError("give --data and --model")
     from fsdptrain.data.starter import read_starter
     from fsdptrain.dryrun.proposal import propose, show_proposal
     from fsdptrain.terminal.page import Page
@@ -821,12 +785,12 @@ def init(
     if proposal.text is None:
         _print_problems(proposal.outcome.problems)
         sys.exit(proposal.outcome.exit_code)
-    _write_recipe(dest, proposal.text)
+    _write_new(dest, proposal.text)
     show_proposal(proposal, Page())
     print(f"\n{dest}\n{_next_command('validate', dest)}")
 
 
-def _write_recipe(dest: Path, text: str) -> None:
+def _write_new(dest: Path, text: str) -> None:
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
@@ -875,13 +839,11 @@ def copy_recipe(
     for path in data.iterdir() if data.is_dir() else ():
         if f"data/{path.name}" in source.read_text(encoding="utf-8"):
             copies[path] = dest.parent / "data" / path.name
-    existing = [str(path) for path in copies.values() if path.exists()]
+    existing = [str(path) for path in copies.values() if os.path.lexists(path)]
     if existing:
         raise RecipeError(f"exists already and is not overwritten: {', '.join(existing)}")
     for path, target in copies.items():
-        with _write_errors_as_recipe_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        _write_new(target, path.read_text(encoding="utf-8"))
         print(target)
 
 
@@ -935,8 +897,7 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
 
 
 def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
-    """Print that there is nothing left to train, and what to do next; upload an export that is here only."""
-    from fsdptrain.launch.launcher import upload_export
+    """Print that there is nothing left to train, and what to do next."""
     from fsdptrain.launch.next_steps import next_steps
     from fsdptrain.terminal.screen import Screen
     from fsdptrain.trackers.supervisor import Trackers
@@ -945,8 +906,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     with Screen() as screen:
         for fault in earlier.faults:
             screen.say(f"note: {fault}")
-        screen.say(f"the run in {rundir.place} is finished ({earlier.step} steps): nothing was trained")
-        upload_export(plan, screen)
+        screen.say(f"the run in {rundir.root} is finished ({earlier.step} steps): nothing was trained")
         Trackers(plan, screen.say).catch_up()
     screen.paste(next_steps(plan, sys.argv[1:]))
 
@@ -959,7 +919,7 @@ def _expanded_path(written: Path) -> Path:
         raise RecipeError(fault)
     if LIKE_A_URL.match(str(written)):  # Path made `s3:/` of `s3://`
         raise RecipeError(
-            f"{str(written).replace(':/', '://', 1)!r} is not a path: output_dir, checkpoint.path and data.path can be "
-            "in an object store, but a recipe and the folder of --out are on a local disk"
+            f"{str(written).replace(':/', '://', 1)!r} is not a path: checkpoint.path and data.path can be in an "
+            "object store; recipes, run folders and the folder of --out are on a disk"
         )
     return Path(expanded(str(written)))

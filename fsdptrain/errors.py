@@ -17,7 +17,6 @@
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
     │   ├── StorageError      6   a disk or an object store refuses, or does not answer
-    │   │   └── RunLost       6   another machine writes the run in the object store, or it was removed from there
     │   └── FolderLost        6   the run folder was removed, renamed or replaced while the run used it
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
@@ -30,6 +29,7 @@ the terminal shows the message of the rank that failed, and the shell gets the r
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ MAX_MESSAGE_CHARS = 8000  # of a message or a traceback that is sent to another 
 MAX_LISTED = 30  # names that a message lists before it says how many more there are
 HUB_UNREACHABLE = "the Hub cannot be reached"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
+# In messages of Python and of Rust, whose libraries (tokenizers, safetensors) raise classes of their own.
+DISK_FULL = re.compile(rf"(?:Errno|os error|code:) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
 class FsdptrainError(Exception):
@@ -125,10 +127,6 @@ class StorageError(CheckpointError):
     """A disk or an object store refuses or does not answer: what it holds may be intact."""
 
 
-class RunLost(StorageError):
-    """Another machine writes the run in the object store now, or the run was removed from there."""
-
-
 class FolderLost(CheckpointError):
     """The run folder was removed, renamed or replaced: nothing more is written there, not even this error."""
 
@@ -167,13 +165,20 @@ def to_record(error: BaseException) -> dict[str, str]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error is a failed write because the disk or the user's quota is full."""
-    return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+    """Return whether an error of the system or of a library is a failed write because the disk or a quota is full."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in DISK_FULL_ERRNOS
+    return not isinstance(error, FsdptrainError) and bool(DISK_FULL.search(str(error)))
 
 
 def disk_full_error(error: BaseException) -> CheckpointError:
     """Return the error for a write for which `is_disk_full` is true."""
     return CheckpointError(f"no space: {error}")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a library in Rust: its class is no Exception, and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

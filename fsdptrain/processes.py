@@ -27,9 +27,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from fsdptrain.errors import CheckpointError, Stopped, WorkerLost, killed_by
+from fsdptrain.text import printable
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint, because another node waits to join
@@ -350,22 +351,39 @@ class NonRaisingFile(io.FileIO):
             return memoryview(data).nbytes
 
 
+class VisibleText(io.TextIOWrapper):
+    """A stream that makes control characters visible, which a terminal would obey: what is printed may be foreign.
+
+    Its `styled` writes everything to the same place, for colours: see `terminal.page.Terminal`.
+    """
+
+    def __init__(self, buffer: IO[bytes], encoding: str) -> None:
+        """Characters that the encoding lacks are replaced or escaped."""
+        codecs.register_error("fsdptrain.plain", _replace_unencodable)
+        super().__init__(buffer, encoding, "fsdptrain.plain", line_buffering=True, write_through=True)
+        self.styled = io.TextIOWrapper(buffer, encoding, "fsdptrain.plain", line_buffering=True, write_through=True)
+
+    def write(self, text: str) -> int:
+        """Write a text with its control characters visible."""
+        super().write(printable(text))
+        return len(text)
+
+
 def open_safe_streams() -> None:
     """Replace standard output and error by streams that never raise, whatever is printed and wherever it goes.
 
     A closed descriptor (0 to 2) is opened on /dev/null; otherwise the next file to be opened would get its number and
-    the printed text. Characters that the encoding lacks are replaced or escaped.
+    the printed text.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    codecs.register_error("fsdptrain.plain", _replace_unencodable)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
-        raw = io.BufferedWriter(NonRaisingFile(descriptor, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(raw, encoding, "fsdptrain.plain", line_buffering=True))
+        buffer = io.BufferedWriter(NonRaisingFile(descriptor, "w", closefd=False))
+        setattr(sys, name, VisibleText(buffer, encoding))
 
 
 def exit_after_printing(code: int) -> NoReturn:

@@ -32,7 +32,7 @@ def wrapped(text: str, width: int, extra_indent: int = 0) -> str:
     A continuation line is indented to the text of its first line, that is after the first line's indent and its label
     (a word and two spaces), plus `extra_indent` columns.
     """
-    return "\n".join(_wrapped(line, width, extra_indent) for line in text.split("\n"))
+    return "\n".join(_wrapped(line, width, extra_indent) for line in printable(text).split("\n"))
 
 
 def _wrapped(line: str, width: int, extra_indent: int) -> str:
@@ -47,13 +47,13 @@ def _wrapped(line: str, width: int, extra_indent: int) -> str:
     return "\n".join(lines).replace(NO_BREAK_SPACE, " ")
 
 
-def printable(text: str, one_line: bool = False) -> str:
-    """Return a text that changes no colours and moves no cursor: its control characters are visible or spaces.
+# What a terminal obeys, other than line breaks and tabs; Unicode's line breaks; what turns the direction of a text.
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
-    Line breaks and tabs stay, but in `one_line`, where white space becomes single spaces.
-    """
-    text = " ".join(text.split()) if one_line else text
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+def printable(text: str) -> str:
+    """Return a text that changes no colours and moves no cursor: its control characters are visible, as `\\x1b`."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

@@ -38,6 +38,9 @@ OWN: dict[str, dict[str, Any]] = {  # what a rule for all cannot know
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note_text": {"head_dim": 32, "per_layer_config": {}},
+    "falcon_h1": {
+        "mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16,
+    },
     "gemma3n_text": {
         "intermediate_size": 96, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "num_kv_shared_layers": 0,
         "laurel_rank": 8,

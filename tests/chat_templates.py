@@ -21,6 +21,7 @@ class Family:
     trims: bool = False  # white space around the content
     system: bool = True  # whether it accepts a system message
     call: str | None = None  # of a turn that calls get_weather(city=Paris)
+    stops: tuple[str, ...] = ()  # tokens that end an answer by the model's generation config
 
 
 def loop(body: str, before: str = "", after: str = "") -> str:
@@ -151,16 +152,65 @@ GEMMA3 = (
     "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{{ raise_exception('Invalid content type') }}"
     "{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-GEMMA4 = (
+STRIP_THINKING = (
     "{% macro strip_thinking(text) %}{% set ns = namespace(result='') %}"
     "{% for part in text.split('<channel|>') %}"
     "{% if '<|channel>' in part %}{% set ns.result = ns.result + part.split('<|channel>')[0] %}"
     "{% else %}{% set ns.result = ns.result + part %}{% endif %}{% endfor %}{{ ns.result | trim }}{% endmacro %}"
-    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
-    "{{ '<|turn>' + role + '\n' }}"
-    "{% if role == 'model' %}{{ strip_thinking(m['content']) }}{% else %}{{ m['content'] | trim }}{% endif %}"
-    "{{ '<turn|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
+# The results of tools are in the turn of the model, which goes on behind them.
+GEMMA4 = (
+    STRIP_THINKING
+    + "{{ bos_token }}{% if tools %}{{ '<|turn>system\n<|tool>' + (tools | tojson) + '<tool|><turn|>\n' }}"
+    "{% endif %}{% set state = namespace(role='', last='') %}{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{% if role != 'model' or state.role != 'model' %}{{ '<|turn>' + role + '\n' }}{% endif %}{% set state.role = role %}"
+    "{% if m.reasoning_content and m.tool_calls %}{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '<|tool_call>call:' + call.function.name + '{' }}"
+    "{% for key, value in call.function.arguments | dictsort %}{{ key + ':<|\"|>' + value + '<|\"|>' }}{% endfor %}"
+    "{{ '}<tool_call|>' }}{% endfor %}{% set state.last = 'call' if m.tool_calls else '' %}"
+    "{% for result in messages[loop.index:] if m.tool_calls and result.role == 'tool' %}{% set state.last = 'result' %}"
+    "{{ '<|tool_response>response:' + m.tool_calls[0].function.name + '{value:' + result.content + '}<tool_response|>' }}"
+    "{% endfor %}"
+    "{% set content %}{% if role == 'model' %}{{ strip_thinking(m['content'] or '') }}{% else %}{{ m['content'] | trim }}"
+    "{% endif %}{% endset %}{{ content }}"
+    "{% if state.last == 'call' %}{{ '<|tool_response>' }}{% elif state.last != 'result' or content %}{{ '<turn|>\n' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and not state.last %}{{ '<|turn>model\n' }}{% endif %}"
+)
+QWEN35 = (
+    QWEN_TOOLS + "{% endif %}{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set content = (m.content or '') | trim %}"
+    "{% if m.role == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') | trim + '\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>\n' + value | string + '\n</parameter>\n' }}"
+    "{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}" + QWEN_RESULT + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% if not enable_thinking %}{{ '\n</think>\n\n' }}"
+    "{% endif %}{% endif %}"
+)  # fmt: skip
+GLM45 = (
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\n# Tools\n' + (tools | tojson) }}{% endif %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n<think>' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}{{ m.reasoning_content.strip() }}{% endif %}{{ '</think>' }}"
+    "{% if m.content %}{{ '\n' + m.content.strip() }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>' + call.function.name }}{% for key, value in call.function.arguments.items() %}"
+    "{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+EXAONE4 = (
+    "{% if tools %}{{ '[|system|]\n# Available Tools\n' + (tools | tojson) + '[|endofturn|]\n' }}{% endif %}"
+    "{% for m in messages %}{{ '[|' + m.role + '|]\n' }}{% if m.role == 'assistant' %}{% set content = m.content or '' %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1].strip() %}{% endif %}"
+    "{{ '<think>\n\n</think>\n\n' + content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% elif m.role == 'tool' %}{{ '<tool_result>' + ({'result': m.content} | tojson) + '</tool_result>' }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '[|endofturn|]\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[|assistant|]\n<think>\n' + ('' if enable_thinking else '\n</think>\n\n') }}{% endif %}"
 )
 COMMAND_R = (
     "{{ bos_token }}" + SYSTEM_APART + "{% if system %}"
@@ -222,14 +272,15 @@ HARMONY = (
     "{% if instructions %}{{ '# Instructions\n\n' + instructions + '\n\n' }}{% endif %}"
     "{% if tools %}{{ '# Tools\n' }}{% for t in tools %}{{ 'type ' + t.function.name + ' = ' + (t.function | tojson) }}"
     "{% endfor %}{% endif %}{{ '<|end|>' }}{% endif %}"
-    "{% for m in talk %}{% if m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
-    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{% set calls = namespace(name='') %}{% for m in talk %}"
+    "{% if m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
+    "{% set calls.name = call.name %}{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
     "{{ call.arguments | tojson }}{{ '<|call|>' }}"
     "{% elif m.role == 'assistant' %}"
     "{% if loop.last and not add_generation_prompt %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
-    "{% elif m.role == 'tool' %}{{ '<|start|>functions to=assistant<|message|>' + (m.content | tojson) + '<|end|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<|start|>functions.' + calls.name + ' to=assistant<|message|>' + (m.content | tojson) + '<|end|>' }}"
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
@@ -307,13 +358,16 @@ FAMILIES = {
                       "{% if loop.last and system %}{{ '[INST]' + system + '\n\n' }}{% else %}{{ '[INST]' }}{% endif %}"
                       "{% if m['content'] is not string %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"
                       "{% else %}{{ m['content'] }}{% endif %}{{ '[/INST]' }}{% else %}"
-                      "{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>"),
+                      "{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>",
+                      system=False),  # it renders one in the last question alone, which training data has not
     "gemma": Family(GEMMA, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
                     trims=True, system=False),
     "gemma3": Family(GEMMA3, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
                      trims=True),
-    "gemma4": Family(GEMMA4, ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"), "{}<turn|>",
-                     bos="<bos>", trims=True),
+    "gemma4": Family(GEMMA4, ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>",
+                              "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'), "{}<turn|>",
+                     bos="<bos>", trims=True, stops=("<turn|>", "<|tool_response>"),
+                     call='<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_response>'),
     "phi3": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
                    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
                    (PHI[1], PHI[0], *PHI[2:]), "{}<|end|>"),
@@ -373,6 +427,11 @@ FAMILIES = {
     "gpt-oss": Family(HARMONY, ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
                       "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>",
                       call=' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
+    "gpt-oss, thinking": Family(HARMONY.replace(
+        "{% if loop.last and not add_generation_prompt %}", "{% if loop.last and not add_generation_prompt %}"
+        "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    ), ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
+        "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>"),
     "jamba": Family(loop("{{ '<|bom|><|' + m['role'] + '|> ' + m['content'] | trim + '<|eom|>' }}", "{{ bos_token }}",
                          "<|bom|><|assistant|> "),
                     ("<|endoftext|>", "<|startoftext|>", "<|bom|>", "<|eom|>", "<|user|>", "<|system|>", "<|assistant|>"),
@@ -382,4 +441,49 @@ FAMILIES = {
                           "{% if m['role'] == 'user' %}{{ '\n' }}{% else %}{{ '[|endofturn|]\n' }}{% endif %}",
                           after="[|assistant|]"), ("[|endofturn|]", "[|system|]", "[|user|]", "[|assistant|]"),
                      "{}[|endofturn|]"),
+    "qwen3.5": Family(QWEN35, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", trims=True,
+                      call="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
+                      "</parameter>\n</function>\n</tool_call><|im_end|>"),
+    "glm4.5": Family(GLM45, ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|system|>", "<|assistant|>", "<|observation|>",
+                             "<think>", "</think>"), "\n<think></think>\n{}<|user|>", trims=True,
+                     stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
+                     call="\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+                     "</tool_call><|observation|>"),
+    "exaone4": Family(EXAONE4, ("[|endofturn|]", "[|system|]", "[|user|]", "[|assistant|]", "[|tool|]"), "{}[|endofturn|]",
+                      call='<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>[|endofturn|]'),
+}  # fmt: skip
+
+# Marked twins: what is before the mark, in it and behind it is written as the template writes it without marks.
+TWINS = {
+    "glm4.5": [("{{ '<|assistant|>\n<think>' }}", "{{ '<|assistant|>' }}{% generation %}{{ '\n<think>' }}"),
+               ("{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}",
+                "{{ '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}{% elif m.role == 'tool' %}"),
+               ("{% else %}{{ '<|' + m.role + '|>\n' + m.content }}",
+                "{% else %}{{ ('<|' + m.role + '|>' if loop.first or m.role == 'system' else '') + '\n' + m.content }}")],
+    "gpt-oss": [("{{ '<|start|>assistant to", "{{ '<|start|>assistant' }}{% generation %}{{ ' to"),
+                ("{{ '<|call|>' }}", "{{ '<|call|>' }}{% endgeneration %}"),
+                ("{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}",
+                 "{{ '<|start|>assistant' }}{% generation %}{{ '<|channel|>final<|message|>' + m.content + '<|return|>' }}"
+                 "{% endgeneration %}")],
+    "gemma4": [("{% for call in m.tool_calls or [] %}", "{% generation %}{% for call in m.tool_calls or [] %}"),
+               ("{% set state.last = 'call' if", "{% if m.tool_calls %}{{ '<|tool_response>' }}{% endif %}{% endgeneration %}"
+                "{% set state.last = 'call' if"),
+               ("{{ '<|tool_response>response:'", "{{ 'response:'"),
+               ("{{ content }}{% if state.last == 'call' %}{{ '<|tool_response>' }}{% elif state.last != 'result' or content %}"
+                "{{ '<turn|>\n' }}{% endif %}", "{% if role == 'model' and content %}{% generation %}{{ content + '<turn|>' }}"
+                "{% endgeneration %}{{ '\n' }}{% elif role != 'model' %}{{ content + '<turn|>\n' }}{% endif %}")],
+}  # fmt: skip
+
+# What a template may leave out, and what names it: (replaced in the template of Qwen2.5, by what, the message).
+OMITTED = {
+    "a call": ("in m.tool_calls %}", "in m.tool_calls[:1] %}", r"the call of 'get_weather' in message 2 \(call 2 of 2\)"),
+    "an argument": ("{{ call.arguments | tojson }}", "{{ call.arguments.city }}",
+                    r"'days' in the call of 'get_weather' in message 2 \(call 2 of 2\)"),
+    "a value": ("{{ call.arguments | tojson }}", "{{ call.arguments.keys() | list | tojson }}", "'city' in the call of"),
+    "a name": ("' + call.name + '", "tool", "the call of 'get_weather'"),
+    "content": ("{% if m.content %}{{ '\n' + m.content }}{% endif %}", "", r"the content of message 2 \(assistant\)"),
+    "a result": ("<tool_response>\n' + m.content + '", "<tool_response>\n", r"the content of message 3 \(tool\)"),
+    "a system prompt": ("{{ messages[0].content + '\n\n' }}", "", r"the content of message 1 \(system\)"),
+    "tools": ("{{ '\n' + (t | tojson) }}", "{{ 'x' }}", "the tools"),
+    "nothing": ("{{ call.arguments | tojson }}", "{{ call.arguments | tojson(indent=1) | replace('\"', '') | upper }}", ""),
 }  # fmt: skip

@@ -144,25 +144,25 @@ def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict
     return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
 
 
+def first_steps(recipe: str, variants: dict[str, list[str]], shifts: dict[str, float]) -> dict[str, str]:
+    """Make the first step of each variant, after its reference was shifted; return what it raises, or an empty text."""
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, [*overrides, f"name={name}"])
+        for part in run.stream.corpus.parts:
+            part.reference[:] += shifts.get(name, 0.0)
+        try:
+            run.step(0)
+            found[name] = ""
+        except CheckpointError as error:
+            found[name] = str(error)
+        run.prefetch.close()
+    return found
+
+
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
-
-
-def reductions_apart(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Return the curve with reductions in a group of their own, and which groups the collectives were in.
-
-    `named` are the collectives of its last step, as a hang report names them. A recipe may not ask for it on CPUs.
-    """
-    with patch("fsdptrain.plan.plan._nccl_problems", lambda *_: []):
-        run = build(recipe, [*overrides, "fsdp.separate_reduce_scatter=true"])
-    made = curve(run, 1)
-    before, _ = len(recorded()), ISSUED.clear()
-    made += curve(run, 2, 1)
-    groups = {
-        kind: sorted({each.group for each in ISSUED if each.kind == kind}) for kind in ("all-gather", "reduction")
-    }
-    return {"curve": made, "groups": groups, "named": recorded()[before:]}
 
 
 def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
@@ -209,9 +209,22 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
                     if n in whole
                 ),
                 "base": sorted({str(p.dtype) for p in base.values()}),
+                "copied": copied(run.engine.model),
                 "kept whole": sorted(base_name(n) for n, p in base.items() if not isinstance(p, DTensor)),
                 "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
             }
+    return found
+
+
+def copied(model: Any) -> list[str]:
+    """Return the parameters of a sharded model that take other memory than their shards while they are gathered."""
+    shards = {name: local(param.detach()).data_ptr() for name, param in model.named_parameters()}
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    found = [name for name, param in model.named_parameters() if param.data_ptr() != shards[name]]
+    for unit in units:
+        unit.reshard()
     return found
 
 
@@ -286,6 +299,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
             "as bitsandbytes": same,
             "unchanged": all(map(torch.equal, before, after)),
             "gathered": sum(gathered) / (steps + 1),  # the gradients of one more step are observed
+            "copied": copied(model),
         }
         if run.plan.recipe.export.adapter == "both":
             assert run.export() is None
@@ -585,6 +599,17 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
         except Exception as error:
             traceback.print_exc()
             found[name] = [type(error).__name__, str(error)]
+    return found
+
+
+def pairs_alone(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return of each variant the log-probability of every answer at the start; of a refused variant the message."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        try:
+            found[name] = build(recipe, overrides).stream.corpus.parts[0].reference.tolist()
+        except RecipeError as error:
+            found[name] = str(error)
     return found
 
 
@@ -1364,6 +1389,17 @@ def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> di
         ):
             named = {name: [f"name={hosts}-{name}", *overrides] for name, overrides in variants.items()}
             found[hosts] = refusals(recipe, named)
+    return found
+
+
+def held_out_failures(recipe: str) -> list[tuple[int, str]]:
+    """Return (exit code, message) of an evaluation, and of the logits with which an export is compared."""
+    run, found = build(recipe, []), []
+    for compute in (lambda: run.evaluate(0), run.sample):
+        try:
+            compute()
+        except FsdptrainError as error:
+            found.append((error.exit_code, str(error)))
     return found
 
 

@@ -109,6 +109,19 @@ def mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+@torch.no_grad()
+def plain_log_probs(folder: str, corpus: Corpus) -> torch.Tensor:
+    """The log-probability of the trained tokens of each row that a corpus has, alone in a micro-batch; float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for first, length, end in corpus.pieces[corpus.pieces[:, 0].argsort()]:
+        ids = torch.from_numpy(corpus.tokens[first : first + length].astype("int64"))
+        trained = torch.from_numpy(corpus.trained[first + 1 : min(first + length + 1, end)].copy())
+        log_probs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        found.append((log_probs.gather(1, ids[1:, None])[:, 0] * trained).sum())
+    return torch.stack(found)
+
+
 def plain_dpo(
     folder: str, batches: Sequence[Documents], rates: Sequence[float], dpo: Sequence[float] = (0.1, 0.0, 0.0)
 ) -> list[list[float]]:

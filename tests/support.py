@@ -85,6 +85,16 @@ def write_recipe(tmp: Path, **changes: Any) -> Path:
     return path
 
 
+def write_pairs(path: Path, count: int = 150) -> None:
+    """Write pairs of very different lengths: the next lines of a speech, and the words of other lines."""
+    speeches = [each.split("\n") for each in SHAKESPEARE.read_text().split("\n\n")]
+    speeches = [lines for lines in speeches if len(lines) > 2][: 2 * count]
+    with path.open("w") as file:
+        for (name, first, *rest), (_, other, *_) in zip(speeches[::2], speeches[1::2], strict=True):
+            wrong = " ".join(reversed(other.split()))
+            file.write(json.dumps({"prompt": f"{name}\n{first}\n", "chosen": rest[0], "rejected": wrong}) + "\n")
+
+
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment of this process without launchers, with one thread per process and the Hub offline."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}

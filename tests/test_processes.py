@@ -14,20 +14,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import FaultTable
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
-from support import ROOT, environment, events, wait_for_step
+from support import ROOT, environment, events, fsdptrain, wait_for_step
 
 from fsdptrain import processes
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
-from fsdptrain.errors import DataError, Stopped
+from fsdptrain.errors import CheckpointError, DataError, Stopped
 from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
+from fsdptrain.text import printable
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
 FSDPTRAIN = ("-m", "fsdptrain")
@@ -137,6 +143,21 @@ def test_a_scratch_folder_that_another_process_finds_before_it_is_locked_is_not_
     os.close(held)
 
 
+@pytest.mark.parametrize(
+    "message", ["No space left on device (os error 28)", 'IoError(Os { code: 28, kind: StorageFull, message: "…" })']
+)
+def test_a_library_that_finds_the_disk_of_temporary_files_full_names_it(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tokenizers and safetensors, in Rust, raise no OSError and name no file."""
+    with pytest.raises(RuntimeError, match="28"), scratch_folder():
+        raise RuntimeError(message)  # of another disk
+    monkeypatch.setattr(tempfile, "TemporaryFile", MagicMock(side_effect=OSError(28, "No space left on device")))
+    named = f"in {tempfile.gettempdir()}, for temporary files: .* set TMPDIR"
+    with pytest.raises(CheckpointError, match=named), scratch_folder():
+        raise RuntimeError(message)
+
+
 @pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])
 def test_no_process_outlives_one_killed_while_workers_start(
     moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
@@ -212,6 +233,30 @@ def test_characters_that_an_encoding_lacks_are_replaced_or_escaped() -> None:
         env = environment(PYTHONIOENCODING=encoding)
         done = subprocess.run([sys.executable, "-X", "utf8", "-c", print_it], capture_output=True, env=env, check=True)
         assert done.stdout.decode(encoding) == text + "\n"
+
+
+def test_no_command_prints_control_characters_of_foreign_text(tmp_path: Path) -> None:
+    """Of rows, file names, columns, the command line and the records of a run."""
+    foreign = "\x1b]0;title\a\x1b[31mred\x1b[2J\r\x7f\x9b\u202e[link=http://x]"
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / f"{foreign.replace('/', '')}.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"{foreign} {number}", foreign: 1}) for number in range(40)))
+    recipe, run = small_recipe(tmp_path, data__path=str(tmp_path / "data")), tmp_path / "run"
+
+    def check(code: int, *words: object) -> None:
+        done = fsdptrain(*words)
+        shown = done.stdout + done.stderr
+        assert done.returncode == code and shown == printable(shown)
+        assert r"\x1b]0;title\x07\x1b[31mred\x1b[2J" in shown
+
+    check(0, "validate", recipe, "--no-build")
+    check(2, "validate", foreign)
+    RunDir(run).logs.mkdir(parents=True)
+    RunDir(run).plan.write_text(make_plan(load(recipe), Topology("cpu", 1, 1)).to_json())
+    record = {"event": "error", "at": time.time(), "type": foreign, "message": foreign}
+    RunDir(run).metrics.write_text(json.dumps(record) + "\n")
+    check(0, "status", run)
+    assert json.loads(fsdptrain("status", run, "--json").stdout)["why"].count("\x7f")  # its own escapes
 
 
 def test_a_run_does_not_end_because_its_output_cannot_be_written(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def trained(
     plan, _ = choose_attention(varied(plan, {"train.compile": False}), config)  # fake tensors are not compiled
     with contextlib.ExitStack() as entered:
         enter = entered.enter_context
-        enter(fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded))
+        enter(fake_tensor_patches(plan.recipe.documents_share_sequences, Recorder.unrecorded))
         world = enter(pretend_world(plan, device or pretend_accelerator()))
         enter(on_card(KNOWN["h100-80gb"]))
         enter(FakeTensorMode(allow_non_fake_inputs=True))

@@ -31,9 +31,8 @@ from fsdptrain.folder.files import NOTHING_THERE, is_there, set_aside, write_ato
 from fsdptrain.folder.ownership import ExportRecord, export_has, read_export_record
 from fsdptrain.folder.records import RunState, Tail, by_loss, ends_early, read_object
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import checkpoint_name
-from fsdptrain.plan.plan import EARLIER_LAYOUTS, LAYOUT, LAYOUT_KEY, Plan, open_plan
+from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
@@ -63,7 +62,6 @@ class EarlierAttempts:
     step: int = 0  # of the newest complete checkpoint; 0 if there is none
     finished: bool = False  # all steps are trained, evaluated and exported as the plan asks
     trained: bool = False  # all steps are trained
-    layout: int = LAYOUT  # of the checkpoints
     faults: tuple[str, ...] = ()  # the records of the run that cannot be used, and why
 
 
@@ -106,21 +104,20 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     complete, start = complete_steps(rundir), before.trained_by
     step = max(complete, default=0)
     # Would this plan continue the same run?
-    plan = _with_layout_of(manifest, plan)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
-            finished = f"the run in {rundir.place} is finished ({counted(step, 'step')}): nothing was trained"
+            finished = f"the run in {rundir.root} is finished ({counted(step, 'step')}): nothing was trained"
             problems = [Problem(finished), *problems]
         raise RecipeError(problems)
     # Are steps left to train?
     if not step or not start:
-        return EarlierAttempts(step, layout=plan.layout)
+        return EarlierAttempts(step)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
     losses = before.losses(plan.recipe.eval.best_of, until=step)
     if wanted > step and not ends_early(losses, step, plan.recipe.eval.patience):
-        return EarlierAttempts(step, layout=plan.layout)
+        return EarlierAttempts(step)
     if wanted <= step < total:
-        raise RecipeError(f"{rundir.place}: {too_few_steps(step, wanted, total)}")
+        raise RecipeError(f"{rundir.root}: {too_few_steps(step, wanted, total)}")
     # All steps are trained, or eval.patience has ended the run. A changed plan would have no effect, so it is refused.
     without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == step else ()))
     changed = changes_since(rundir, step, plan, _held_out_identity(plan))
@@ -130,7 +127,7 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     evaluated = plan.recipe.data.eval is None or before.has("eval", step)
     best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
     all_done = evaluated and _is_exported(rundir, plan, [*best, step][0], export)
-    return EarlierAttempts(step, all_done, trained=True, layout=plan.layout)
+    return EarlierAttempts(step, all_done, trained=True)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
@@ -158,26 +155,20 @@ def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: Export
     damaged = [*map(checkpoint_name, rundir.checkpoint_steps()), *rundir.storage.other_names()[0]]
     if damaged:
         raise RecipeError(
-            f"output_dir: {rundir.place} holds {holds}, but all its checkpoints are damaged: {listed(damaged)} in "
+            f"output_dir: {rundir.root} holds {holds}, but all its checkpoints are damaged: {listed(damaged)} in "
             f"{rundir.storage}. To compare one with its checksums, remove its ending .damaged and run `fsdptrain "
-            f"verify {rundir.place}`: a run continues from an intact one. To start over, {start_over}"
+            f"verify {rundir.root}`: a run continues from an intact one. To start over, {start_over}"
         )
     raise RecipeError(
-        f"output_dir: {rundir.place} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
+        f"output_dir: {rundir.root} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
         f"replace the export. To start over, {start_over}"
     )
-
-
-def _with_layout_of(manifest: Manifest, plan: Plan) -> Plan:
-    """Return the plan with the layout of the run to continue, if this version still knows it."""
-    layout = manifest.identity.get(LAYOUT_KEY)
-    return replace(plan, layout=layout) if layout in EARLIER_LAYOUTS else plan
 
 
 def is_continued(rundir: RunDir, plan: Plan) -> bool:
     """Return whether a plan would continue the newest checkpoint that there is, as the same run; True without one."""
     manifest = newest_manifest(rundir)
-    return manifest is None or not resume_problems(manifest.identity, _with_layout_of(manifest, plan).identity())
+    return manifest is None or not resume_problems(manifest.identity, plan.identity())
 
 
 def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:
@@ -252,7 +243,7 @@ def describe_changes(changed: Changes) -> list[str]:
 def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> str:
     lines = "".join(f"\n  {line}" for line in describe_changes(changed))
     return (
-        f"the run in {rundir.place} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
+        f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
         f"data that it names, differs from what was trained:{lines}\n"
         "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
         "eval.patience) to continue this one"
@@ -296,19 +287,10 @@ def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | 
 
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int, record: ExportRecord) -> bool:
-    """Return whether the export of this step is whole (or is not wanted); an export without a record counts.
-
-    If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
-    """
-    exists = (
-        is_there(rundir.export)
-        and export_has(rundir, record.files)
-        and record.step in ((None, step) if rundir.url is None else (step,))
-    )
-    if not plan.recipe.export.at_end or exists:
+    """Return whether the export of this step is whole (or is not wanted); an export without a record counts."""
+    if not plan.recipe.export.at_end:
         return True
-    store = RunStore.of(rundir)
-    return store is not None and store.exported_step() == step
+    return is_there(rundir.export) and export_has(rundir, record.files) and record.step in (None, step)
 
 
 _MISSING = object()

@@ -10,7 +10,6 @@ others wait until the plan in the folder is the same as their own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -21,8 +20,6 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock
-
 from fsdptrain.attempts.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -32,12 +29,10 @@ from fsdptrain.attempts.attempts import (
     plan_changes,
     wrote_newest_checkpoint,
 )
-from fsdptrain.attempts.holder import claimed, node_name
 from fsdptrain.attempts.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder, places
 from fsdptrain.errors import (
     FolderInUse,
-    FsdptrainError,
     Problem,
     RecipeError,
     StorageError,
@@ -49,8 +44,7 @@ from fsdptrain.errors import (
 from fsdptrain.folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
 from fsdptrain.folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.folder.rundir import MARK, RunDir
-from fsdptrain.folder.runstore import RunStore
-from fsdptrain.folder.storage import PROBE, URL, Location, try_writing
+from fsdptrain.folder.storage import PROBE, URL, Location
 from fsdptrain.plan.plan import Plan, open_plan
 
 # Files of a run that could be read as data; a data.path must not match them.
@@ -61,6 +55,9 @@ DATA_LIKE_FILES: tuple[str, ...] = (
 DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
 POLL_S = 0.2  # between two checks of plan.json
 
+# Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.
+BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
 
 @contextlib.contextmanager
 def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
@@ -69,61 +66,10 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     With `fresh` or `checkpoint.resume: never`, a folder that holds a run is refused. Raises RecipeError if this run
     must not write into the folder, and what `inspect_earlier_attempts` raises.
     """
-    rundir = plan.rundir
+    rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
     # Refuse whatever can be refused while nothing has been written.
     _check_places(plan, rundir)
-    with (
-        _in_store(plan) if rundir.url else contextlib.nullcontext(),
-        _claimed_here(plan, recipe_text, fresh) as earlier,
-    ):
-        yield earlier
-
-
-@contextlib.contextmanager
-def _in_store(plan: Plan) -> Iterator[None]:
-    """Claim a run in an object store, fetch its files, and upload what is new at the end, however that comes about."""
-    rundir = plan.rundir
-    if plan.topology.joined:
-        raise RecipeError(
-            f"output_dir: {rundir.url}: {plan.topology.source} has started the workers, and fsdptrain must start them "
-            "to upload the files of the run: start one task per node, or set output_dir to a folder and "
-            "checkpoint.path to this place"
-        )
-    store = RunStore(rundir)
-    with claimed(plan) as run:
-        with _os_errors_as_recipe_errors(rundir):
-            rundir.root.mkdir(parents=True, exist_ok=True)
-            write_mark(rundir.root)
-            with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
-                try_writing(store.root)
-                store.check_claim(run)
-                store.begin()
-        try:
-            yield
-        except BaseException as failure:
-            try:
-                _upload_rest(store, plan, run)
-            except FsdptrainError as error:  # what ended the run counts
-                reason = "" if str(error) in str(failure) else f": {error}"
-                failure.add_note(f"the newest logs are in {rundir.root} only{reason}")
-            raise
-        _upload_rest(store, plan, run)
-
-
-def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
-    """Upload the small files at the end of an attempt; of a node on which rank 0 was not, the logs of its workers."""
-    if store.is_writer():
-        store.push()
-    elif plan.topology.nnodes > 1:  # a single node that does not write any more has lost the run to another machine
-        store.check_claim(run)
-        store.push_worker_logs()
-
-
-@contextlib.contextmanager
-def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
-    """Do on this machine what `claim_run_dir` does."""
-    rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
     # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
     if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
         _refuse_used(rundir)
@@ -132,7 +78,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         yield earlier
         return
     if not writes:
-        _wait_for_plan(dataclasses.replace(plan, layout=earlier.layout), rundir)
+        _wait_for_plan(plan, rundir)
         yield earlier
         return
     _check_access(rundir)
@@ -145,7 +91,6 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         if first and fresh and rundir.has_run():
             _refuse_used(rundir)
         earlier = inspect_earlier_attempts(rundir, plan)
-        plan = dataclasses.replace(plan, layout=earlier.layout)
         if first and not earlier.finished:
             _check_places(plan, rundir)
             _mark_checkpoints(rundir)
@@ -187,7 +132,7 @@ def _check_access(rundir: RunDir) -> None:
 def _refuse_used(rundir: RunDir) -> NoReturn:
     if rundir.checkpoint_path and rundir.checkpoint_steps():
         raise RecipeError(f"checkpoint.path: {rundir.storage} is not empty: choose another, or delete what is in it")
-    raise RecipeError(f"output_dir: {rundir.place} is not empty: choose another, or delete it")
+    raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
 
 
 def _check_places(plan: Plan, rundir: RunDir) -> None:
@@ -254,8 +199,8 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
         names, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
     entries = [name for name in names if name != PROBE]
     # Another machine may have a run folder of the same name, and the same object store: then the run must be the same.
-    is_own = owner == rundir.place
-    known = rundir.url or isinstance(place, Path) or rundir.plan.exists()
+    is_own = owner == str(rundir.root)
+    known = isinstance(place, Path) or rundir.plan.exists()
     if not entries or (is_own and (known or is_continued(rundir, plan))):
         return
     # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
@@ -276,12 +221,12 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
 
 def _mark_checkpoints(rundir: RunDir) -> None:
     place = rundir.checkpoint_folder or rundir.checkpoint_store
-    if place is None or marked_run(place) == rundir.place:
+    if place is None or marked_run(place) == str(rundir.root):
         return
     with _os_errors_as_recipe_errors(rundir, place):
         if isinstance(place, Path):
             place.mkdir(parents=True, exist_ok=True)
-        mark_checkpoints(place, rundir.place)
+        mark_checkpoints(place, str(rundir.root))
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
@@ -289,9 +234,9 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
     model = plan.recipe.model
     names: list[tuple[str, Any]] = [("data.path", path) for path in places(plan.data_path)]
     names += [("data.eval", plan.eval_path), ("model.id", model.id), ("model.tokenizer", model.tokenizer)]
-    written = [("output_dir", rundir.root, rundir.place, DATA_LIKE_FILES)]
+    written = [("output_dir", rundir.root, DATA_LIKE_FILES)]
     if folder := rundir.checkpoint_folder:
-        written.append(("checkpoint.path", folder, str(folder), DATA_LIKE_CHECKPOINT))
+        written.append(("checkpoint.path", folder, DATA_LIKE_CHECKPOINT))
     problems = []
     for key, name in names:
         if isinstance(name, str) and URL.fullmatch(name):
@@ -300,10 +245,10 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
             continue
         if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
-        for field, folder, place, files in written:
+        for field, folder, files in written:
             root = os.path.realpath(folder)
             if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
-                problems.append(Problem(f"{name} is inside {field} ({place}), which this run writes: move one", key))
+                problems.append(Problem(f"{name} is inside {field} ({folder}), which this run writes: move one", key))
             elif key.startswith("data.") and would_read_run_files(name, root, files):
                 problems.append(
                     Problem(f"{name} would include files that this run writes to {field} ({root}): move one", key)
@@ -330,23 +275,14 @@ def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIK
 
 
 def store_fault(name: str, rundir: RunDir) -> str | None:
-    """Return whether data at a URL (an object, a folder or a glob) is where a run writes, or includes what it writes.
-
-    None if it does neither.
-    """
-    written = {
-        "checkpoint.path": (rundir.checkpoint_path, "checkpoints", DATA_LIKE_CHECKPOINT),
-        "output_dir": (rundir.url, "files that this run writes", DATA_LIKE_FILES),
-    }
-    pattern = tuple(name.rstrip("/").split("/"))
-    for key, (place, what, files) in written.items():
-        if place is None:
-            continue
-        root = tuple(place.rstrip("/").split("/"))
-        if _reaches(pattern, root, files):
-            return f"would include {what}, in {place}"
-        if pattern[: len(root)] == root:
-            return f"is inside {key} ({place}), which this run writes"
+    """Return how data at a URL (an object, a folder or a glob) overlaps with the checkpoints of a run; None if not."""
+    if (place := rundir.checkpoint_path) is None:
+        return None
+    pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
+    if _reaches(pattern, root, DATA_LIKE_CHECKPOINT):
+        return f"would include checkpoints, in {place}"
+    if pattern[: len(root)] == root:
+        return f"is inside checkpoint.path ({place}), which this run writes"
     return None
 
 
@@ -375,8 +311,16 @@ def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Lock a run folder to write its export; raise RecipeError if a run is using it."""
     with contextlib.ExitStack() as stack:
         if not lock_run(stack, rundir):
-            raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
+            raise RecipeError(f"a run is using {rundir.root} and will write its export there; use --out DIR")
         yield
+
+
+def _node_name() -> str:
+    """Return a file name part that is different on every node."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
+    return "-".join(parts)
 
 
 @contextlib.contextmanager
@@ -387,24 +331,17 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{node_name()}"):
-            raise FolderInUse(f"output_dir: another run is using {rundir.place} on this machine")
+        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{_node_name()}"):
+            raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
         first = lock_run(stack, rundir)
         if not first and not several:
-            raise FolderInUse(f"output_dir: another run is using {rundir.place}")
+            raise FolderInUse(f"output_dir: another run is using {rundir.root}")
         yield first
 
 
 def lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
-    """Lock a run until the end of `stack`; return whether no other process had locked it.
-
-    What is locked is the mark, which stays when the logs are removed, and the file that earlier versions lock.
-    """
-    with contextlib.ExitStack() as locks:
-        if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
-            stack.enter_context(locks.pop_all())
-            return True
-    return False
+    """Lock a run, by its mark, until the end of `stack`; return whether no other process had locked it."""
+    return _try_lock(stack, rundir, rundir.mark)
 
 
 def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
@@ -423,7 +360,7 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     while time.monotonic() < deadline:
         try:
             found = open_plan(rundir.plan)
-            if found.digest() == plan.digest() and found.layout == plan.layout:
+            if found.digest() == plan.digest():
                 return
         except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
             unreadable = error
@@ -444,12 +381,12 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     if any(key == "version" or key.startswith("libraries.") for key in changes):
         raise RecipeError(
             f"{host} does not have the versions of the first node ({'; '.join(differences)}): install the same on all "
-            f"nodes, or stop the other run in {rundir.place} ({waited})"
+            f"nodes, or stop the other run in {rundir.root} ({waited})"
         )
     details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
         f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
-        f"the other run in {rundir.place}; {apart} (this is {host})"
+        f"the other run in {rundir.root}; {apart} (this is {host})"
     )
 
 
@@ -461,10 +398,9 @@ def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = N
     except OSError as error:
         if is_disk_full(error):
             raise disk_full_error(error) from None
-        way_out = "; set FSDPTRAIN_CACHE to a writable folder" if rundir.url and not checkpoints else ""
         place = (
             f"checkpoint.path: cannot write to {checkpoints}"
             if checkpoints
             else f"output_dir: cannot write to {rundir.root}"
         )
-        raise RecipeError(f"{place}: {error.strerror}{way_out}") from None
+        raise RecipeError(f"{place}: {error.strerror}") from None

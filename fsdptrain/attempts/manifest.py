@@ -66,10 +66,6 @@ class Manifest:
     def sealed(self) -> bytes:
         """Return the content of `manifest.json`, with its checksum."""
         fields = dataclasses.asdict(self)
-        if not self.skipped:
-            del fields["skipped"]  # an earlier version knows no such field
-        if self.loss_scale is None:
-            del fields["loss_scale"]
         text = json.dumps(fields, indent=2, sort_keys=True)
         return with_checksum(text.removesuffix("\n}").encode())
 

@@ -22,7 +22,9 @@ from fsdptrain.config.syntax import yaml_text
 from fsdptrain.folder.ownership import CARD, WEIGHTS, Stamps, file_stamps
 from fsdptrain.folder.records import Record, Tail, shares_of
 from fsdptrain.folder.rundir import RunDir
+from fsdptrain.model.config import announced_mtp
 from fsdptrain.plan.plan import HubData, Plan
+from fsdptrain.text import printable
 
 LICENCE = "TODO: choose a licence that those of the base model and the data allow, and add `license:` at the top."
 
@@ -69,7 +71,8 @@ def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool
         "Files": "\n".join(["SHA-256 of the weights:", "", *_digests(sums)]),
     }
     text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}\n\n{text}\n")
+    head = f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}"
+    return ModelCard(printable(f"{head}\n\n{text}\n"))
 
 
 def _published(name: str | None) -> str | None:
@@ -81,15 +84,16 @@ def _summary(what: Exported) -> str:
     """Return what the model is, in a sentence."""
     recipe, model = what.plan.recipe, what.plan.recipe.model
     base = f"`{_published(model.id) or Path(str(model.id)).name}`"
+    mtp = " Its layers for multi-token prediction are not trained." if announced_mtp(what.unsharded.config) else ""
     adapter = recipe.adapter
     if adapter.kind:
         kind = "DoRA" if adapter.use_dora else {"lora": "LoRA", "qlora": "QLoRA"}[str(adapter.kind)]
         whole = f", and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
         merged = " merged into its weights" if what.adapter == "merged" else ""
         size = f"rank {adapter.r}, alpha {adapter.alpha:g}"
-        return f"A {kind} adapter ({size}{whole}) for {base}{merged}, trained with fsdptrain."
+        return f"A {kind} adapter ({size}{whole}) for {base}{merged}, trained with fsdptrain.{mtp}"
     if what.plan.pretrained:
-        return f"{base}, fine-tuned with fsdptrain."
+        return f"{base}, fine-tuned with fsdptrain.{mtp}"
     return f"A language model ({type(what.unsharded).__name__}), trained from scratch with fsdptrain."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
+from fsdptrain.errors import CheckpointError, FsdptrainError, is_disk_full
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, size
@@ -62,8 +61,6 @@ def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]
     """Yield an error when there is too little space, with what needs it."""
     if space["free_bytes"] < space["needed_bytes"]:
         way_out = "lower checkpoint.keep, or set output_dir to another disk"
-        if plan.rundir.url is not None:
-            way_out = "set FSDPTRAIN_CACHE to a folder on another disk"
         yield CheckpointError(
             f"output_dir: no space: needs {size(space['needed_bytes'])}, has {size(space['free_bytes'])} on the disk "
             f"of {plan.run_dir} ({_breakdown(space)}): {way_out}"
@@ -135,9 +132,6 @@ def free_space(path: Path) -> int:
     return shutil.disk_usage(existing_parent(path)).free
 
 
-DISK_FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
-
-
 def check_space(scratch: Path, needed: int) -> None:
     """Raise CheckpointError when the disk of an empty folder has less than `needed` bytes free."""
     needed += needed // 100  # for headers and the file system's own data
@@ -161,6 +155,6 @@ def report_full_disk(scratch: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if DISK_FULL.search(str(error)):  # safetensors raises its own class, with `os error 28` in the message
+        if is_disk_full(error):
             raise CheckpointError(f"{no_space_message(scratch, needed)} ({error})") from error
         raise

@@ -92,7 +92,7 @@ def export_live(
     `stamps` are the `stamps_of` the frozen weights when the run began.
     """
     rundir, world = checkpointer.rundir, checkpointer.world
-    what = Exported(unsharded, plan, rundir.model)
+    what = Exported(unsharded, plan, rundir.model, needs_base=BASE_KEY in checkpointer.identity)
     writes = world.rank == 0
 
     def wait() -> None:
@@ -158,12 +158,12 @@ def _write_checkpoint(
 ) -> dict[str, Any]:
     """Write a verified checkpoint to `out`; return the fields of the `export` event."""
     manifest = read_manifest(folder)
-    what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
+    what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype, BASE_KEY in manifest.identity)
     if dtype is not None and what.adapter == "separate":
         raise RecipeError(
             "--dtype has no effect: export.adapter: separate saves the adapter in model.dtype; add --adapter merged"
         )
-    if plan.freezes and what.adapter != "separate":  # which reads nothing of the frozen weights
+    if what.needs_base:
         check_frozen_files(plan, manifest.identity)
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -227,7 +227,7 @@ def check_frozen_files(plan: Plan, identity: dict[str, Any]) -> None:
 
 
 def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int]] | None, identity: dict[str, Any]) -> None:
-    """Raise RecipeError if the files of the frozen weights were replaced by other ones since their `stamps`."""
+    """Raise RecipeError if the files of `model.id` were replaced by other ones since their `stamps`."""
     if stamps is None or stamps_of([path for path, *_ in stamps]) == stamps:
         return
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from fsdptrain.model.peft import (
 )
 from fsdptrain.model.skeleton import skeleton_in_dtype
 from fsdptrain.model.units import decoder_layers, saved_state, trained_state
-from fsdptrain.model.weights import read_groups
+from fsdptrain.model.weights import carried_tensors, read_groups
 from fsdptrain.plan.plan import Plan
 
 # Files of the model itself, which an adapter's folder does not have: transformers would open it as a whole model.
@@ -53,14 +54,18 @@ def names_by_decoder_layer(model: PreTrainedModel) -> list[list[str]]:
 class Exported:
     """What a run exports: the model, its adapter, or both; written from the tensors that were trained."""
 
-    def __init__(self, unsharded: PreTrainedModel, plan: Plan, assets: Path, dtype: str | None = None) -> None:
+    def __init__(
+        self, unsharded: PreTrainedModel, plan: Plan, assets: Path, dtype: str | None = None, needs_base: bool = False
+    ) -> None:
         """`unsharded` is a skeleton without adapters, `assets` the run's folder with config and tokenizer.
 
-        `dtype` is that of the exported model, by default `export.dtype`.
+        `dtype` is that of the exported model, by default `export.dtype`. `needs_base`: tensors of the files of
+        `model.id` may be exported as they are.
         """
         self.unsharded, self.plan, self.assets = unsharded, plan, assets
         self.adapter = plan.recipe.export.adapter if plan.recipe.adapter.kind else None
         separate = self.adapter == "separate"
+        self.needs_base = needs_base and not separate
         self.dtype = plan.recipe.model.dtype if separate else dtype or plan.recipe.export.dtype
         self.groups = names_by_decoder_layer(unsharded)
         self.trained: Any = freeze(copy.deepcopy(unsharded), plan.recipe) if plan.freezes else unsharded
@@ -78,7 +83,7 @@ class Exported:
         """Write and check the folder `out` from the tensors of `trained_groups`; see `write_folder`.
 
         `check` is called with the complete folder, before it replaces an earlier one, and `check_base` before and after
-        the frozen weights are read from their files; both may raise.
+        the files of `model.id` are read; both may raise.
         """
         recipe = self.plan.recipe
         if self.adapter == "separate":
@@ -95,19 +100,25 @@ class Exported:
 
         def beside(scratch: Path) -> int:
             count = 0
+            if self.needs_base:
+                check_base()
             if self.adapter == "both":
                 count = write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, self.assets)
             check(scratch)
             return count
 
+        if self.needs_base:
+            check_base()
         if self.plan.freezes:
-            base = checked(read_groups(self.unsharded, self.plan, self.groups), check_base)
+            base = read_groups(self.unsharded, self.plan, self.groups)
             if recipe.export.merge_base == "dequantized":
                 base = self._dequantized(base)
             tensors = merged_tensors(self.trained, base, tensors, adapter if self.adapter == "both" else None)
-        return write_folder(
-            self.unsharded, self.groups, tensors, self.assets, out, self.dtype, progress, written, beside
-        )
+        with contextlib.ExitStack() as stack:
+            carried = stack.enter_context(carried_tensors(self.unsharded, self.plan)) if self.needs_base else {}
+            return write_folder(
+                self.unsharded, self.groups, tensors, self.assets, out, self.dtype, progress, written, beside, carried
+            )
 
     def _dequantized(self, groups: Iterator[Tensors]) -> Iterator[Tensors]:
         """Yield the same groups, with the weights that were quantised for training as the model computed with them."""
@@ -153,13 +164,6 @@ class Exported:
                 unquantised=[name for name in layers if name not in quantised] if quantised else None,
             )
         return found
-
-
-def checked(groups: Iterator[Tensors], check: Callable[[], None]) -> Iterator[Tensors]:
-    """Yield the same groups, with a `check` before the first and after the last one."""
-    check()
-    yield from groups
-    check()
 
 
 def trained_groups(trained: Any, groups: list[list[str]]) -> list[list[str]]:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from fsdptrain.attempts.manifest import read_manifest
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.errors import CheckpointError, listed
-from fsdptrain.folder.files import NOTHING_THERE, openable, system_errors
+from fsdptrain.folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
 from fsdptrain.folder.storage import READ_BYTES, Location, ObjectPath
 
 MAX_HEADER_BYTES = 10**8  # as in the library
@@ -196,7 +196,7 @@ class RemoteTensors:
             raise ValueError(f"it has {size:,} bytes, and a header of {header_bytes:,}")
         text = path.read(8, 8 + header_bytes)
         # The library checks the header, and knows shapes and dtypes, of a file that has it and holes for the tensors.
-        with tempfile.NamedTemporaryFile() as holes:
+        with full_tmpdir_errors(), tempfile.NamedTemporaryFile() as holes:
             holes.write(length + text)
             holes.truncate(size)
             holes.flush()

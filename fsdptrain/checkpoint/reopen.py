@@ -14,12 +14,14 @@ from transformers import AutoConfig, BitsAndBytesConfig
 
 from fsdptrain.model.patches import import_quietly, use_torch_operators
 from fsdptrain.model.skeleton import auto_class
+from fsdptrain.model.weights import stored_names
 from fsdptrain.processes import answer_parent, records_of_parent
 
 
 def open_model(folder: str, dtype: torch.dtype, **options: Any) -> Any:
-    """Return a whole model. Raises ValueError if the weights of its files are not exactly those that it needs."""
+    """Return a whole model. Raises ValueError if its files lack weights, or have some that nothing reads."""
     model, loading = _from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    loading["unexpected_keys"] = stored_names(model, loading["unexpected_keys"]).unknown
     if wrong := {kind: sorted(map(str, names)) for kind, names in loading.items() if names}:
         raise ValueError(f"not every weight was found: {wrong}")
     return model

@@ -50,7 +50,6 @@ from fsdptrain.folder.files import fsync, is_there
 from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import Location
 from fsdptrain.parallel.offload import pin_memory
 from fsdptrain.parallel.world import World
@@ -72,7 +71,6 @@ class Checkpointer:
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.storage = rundir.storage
         self._folder = FolderWatch(rundir) if world.rank == 0 else None
-        self.store = RunStore.of(rundir)
         self.identity = plan.identity() | content
         self.skipped = 0  # of the steps made, those that were not finite
         self.loss_scale: list[float] | None = None  # see `Manifest`
@@ -84,7 +82,7 @@ class Checkpointer:
 
     def remove_leftovers(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
-        self._on_rank_zero(f"write checkpoints to {self.storage}", self._if_writer(self.storage.remove_leftovers))
+        self._on_rank_zero(f"write checkpoints to {self.storage}", self.storage.remove_leftovers)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.
@@ -156,7 +154,7 @@ class Checkpointer:
             size = self._write(step, engine, staged)
             keep = self.plan.recipe.checkpoint
             remove = partial(remove_old_checkpoints, self.rundir, step, keep.keep, keep.keep_best or 0, losses)
-            self._on_rank_zero("remove old checkpoints", self._if_writer(remove))
+            self._on_rank_zero("remove old checkpoints", remove)
             fields = {"step": step, "path": str(target), "bytes": size}
             fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
             self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **fields))
@@ -167,7 +165,7 @@ class Checkpointer:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
-            self._on_rank_zero(action, self._if_writer(partial(self._prepare, step)))
+            self._on_rank_zero(action, partial(self._prepare, step))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
             total = sum(self.world.gather_objects(sum(shard.local.nbytes for shard in staged.values())))
             needed = storage.bytes_on_disk(total, 1)
@@ -175,34 +173,19 @@ class Checkpointer:
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
             path = scratch / f"rank-{self.world.rank:05d}.safetensors"
-            write = partial(write_shards, path, staged, read_back, self._if_writer(partial(storage.deliver, step)))
+            write = partial(write_shards, path, staged, read_back, partial(storage.deliver, step))
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
             digest, ranks = self.plan.digest(), self.world.size
             manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, *engine)
-            if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
-                self._on_rank_zero(action, self.store.push)
-            publish = self._if_writer(partial(storage.publish, step, manifest.sealed()))
+            publish = partial(storage.publish, step, manifest.sealed())
             self._on_rank_zero(action, with_disk_report(publish))
         except BaseException as error:
             if self.world.rank == 0 and not isinstance(error, FolderLost):  # else it is another run's folder
                 with contextlib.suppress(StorageError):
-                    self._if_writer(partial(storage.discard, step))()
+                    storage.discard(step)
             raise
         return sum(entry["bytes"] for entry in files.values())
-
-    def _if_writer(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same work, which raises RunLost instead if another machine has taken over a run in a store.
-
-        Of several nodes, only that of rank 0 is the one that writes.
-        """
-
-        def checked(*arguments: Any) -> Any:
-            if self.store and (self.world.rank == 0 or self.plan.topology.nnodes == 1):
-                self.store.check_writer()
-            return work(*arguments)
-
-        return checked
 
     def _prepare(self, step: int) -> None:
         """Begin a save, on rank 0; raises FolderLost instead of writing into a folder that is another one now."""
@@ -304,7 +287,7 @@ class Checkpointer:
                 self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)
-            self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
+            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, step, problems))
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0

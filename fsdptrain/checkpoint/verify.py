@@ -17,7 +17,6 @@ from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_fi
 from fsdptrain.folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
 from fsdptrain.folder.records import by_loss
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.plan.plan import open_plan
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
@@ -44,13 +43,10 @@ def survey(rundir: RunDir) -> dict[str, Any]:
         source = open_plan(rundir.plan).recipe.eval.best_of
     losses = read_losses(rundir.metrics, source)
     set_aside, left_over = rundir.storage.other_names()
-    if rundir.url is not None:
-        export = _survey_uploaded(RunStore(rundir))
-    else:
-        export = _survey_export(rundir) if is_there(rundir.export) else None
+    export = _survey_export(rundir) if is_there(rundir.export) else None
     found = [*checkpoints, *([export] if export else [])]
     return {
-        "run": rundir.place,
+        "run": str(rundir.root),
         "checkpoints": checkpoints,
         "set_aside": set_aside,
         "left_over": left_over,
@@ -145,26 +141,6 @@ def _differences(folder: Path, record: ExportRecord) -> list[str]:
         compare = partial(file_problem, record="that in export.json")
         found = pool.map(compare, [folder / name for name in names], entries, [name in record.sums for name in names])
         return [problem for problem in found if problem]
-
-
-def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
-    """Compare the sizes of the objects of an export with its record, which is uploaded last; None without an export."""
-    wanted, found = store.recorded_sizes(), store.uploaded_sizes()
-    if not wanted and not found:
-        return None
-    problems = [
-        f"{store.root / EXPORT / name} is missing or incomplete" for name in wanted if found.get(name) != wanted[name]
-    ]
-    if not wanted:
-        problems = ["incomplete: its upload was interrupted, and the next run continues it"]
-    return {
-        "path": str(store.root / EXPORT),
-        "bytes": sum(found.values()),
-        "files": len(found),
-        "problems": problems,
-        "unreadable": False,
-        "note": None,
-    }
 
 
 def _check_export(folder: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from fsdptrain.folder.ownership import (
 from fsdptrain.model.assets import special_token_conflicts
 from fsdptrain.model.skeleton import skeleton_in_dtype
 from fsdptrain.model.units import saved_state
+from fsdptrain.model.weights import Header
 
 MAX_FILE_BYTES = 5 * 10**9
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]  # of a tensor
@@ -132,16 +134,19 @@ def write_folder(
     progress: Progress,
     written: Stamps | None = None,
     beside: Callable[[Path], int] = lambda scratch: 0,
+    carried: Mapping[str, Any] = MappingProxyType({}),
 ) -> ExportResult:
     """Write a complete Hugging Face folder to `out` and check it.
 
     `unsharded` is a skeleton of the same architecture, `assets` the folder with config and tokenizer. `written` are the
     files of an earlier export at `out`, which are replaced; others stay. `beside` writes more into the folder, when all
-    tensors are written, and returns its bytes. Raises CheckpointError for a full disk, or when the files read back are
-    not what should be in them.
+    tensors are written, and returns its bytes. `carried` are slices of files that are copied, by name. Raises
+    CheckpointError for a full disk, or when the files read back are not what should be in them.
     """
     wanted = skeleton_in_dtype(unsharded, dtype)
     state = saved_state(wanted)
+    headers = {name: Header(each.get_shape(), each.get_dtype())[...] for name, each in carried.items()}
+    expected = {**tensors_in_files(wanted), **headers}
 
     def fill(scratch: Path) -> int:
         # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
@@ -150,17 +155,20 @@ def write_folder(
         config.dtype = getattr(torch, dtype)
         config.save_pretrained(scratch)
         # One group at a time is cast, converted to the form of files, and written.
-        writer = SafetensorsWriter(scratch, tensors_in_files(wanted))
+        writer = SafetensorsWriter(scratch, expected)
         for done, group in enumerate(tensors, 1):
             cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
             writer.add(revert_weight_conversion(unsharded, cast))
             progress("export", done, len(groups))
+        for name, each in carried.items():
+            writer.add({name: each[...]})
+            progress("export", len(groups), len(groups))
         writer.finish()
         # Only a folder that reads back as intended replaces an earlier export.
-        check_export(scratch, wanted)
+        check_export(scratch, expected)
         return writer.bytes + beside(scratch)
 
-    return publish(fill, out, sum(tensor.nbytes for tensor in state.values()), written)
+    return publish(fill, out, sum(tensor.nbytes for tensor in expected.values()), written)
 
 
 def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps | None = None) -> ExportResult:
@@ -194,12 +202,12 @@ def tensors_in_files(model: PreTrainedModel) -> Tensors:
     return expected
 
 
-def check_export(folder: Path, wanted: PreTrainedModel) -> None:
-    """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the form of files.
+def check_export(folder: Path, expected: Tensors) -> None:
+    """Raise CheckpointError unless the folder holds exactly these tensors.
 
     Its configurations and its tokenizer must agree on the special tokens.
     """
-    check_tensors(folder, shapes_and_dtypes(tensors_in_files(wanted)))
+    check_tensors(folder, shapes_and_dtypes(expected))
     if disagreements := special_token_conflicts(folder):  # which also opens config, generation config and tokenizer
         raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
 

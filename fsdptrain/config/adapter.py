@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import filecmp
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.values import accepts, value_text
-from fsdptrain.errors import Problem, shortened
+from fsdptrain.errors import Problem, error_summary, shortened
+from fsdptrain.folder.files import openable
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"  # in an export of both
@@ -37,6 +39,9 @@ HARMLESS = (
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 )  # fmt: skip
 
+CHOOSE_LAYERS = ("exclude_modules", "layers_to_transform", "layers_pattern")  # peft's keys, beside target_modules
+HAS_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?A(?:\.weight)?")  # peft's names of tensors
+
 UNSET: tuple[Any, ...] = (None, False, {}, [])
 
 
@@ -49,9 +54,8 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         return recipe, []
     folder = Path(expanded(recipe.adapter.from_))
     found, problems = _read_config(folder)
-    if not problems:
-        _name_layers_once(found)
-        problems = [*_folder_problems(folder, found, recipe)]
+    problems = problems or _name_layers_once(folder, found)
+    problems = problems or [*_folder_problems(folder, found, recipe)]
     if problems:
         return dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, from_=None)), problems
     values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
@@ -138,16 +142,29 @@ def base_note(recipe: Recipe) -> str | None:
     )
 
 
-def _name_layers_once(found: dict[str, Any]) -> None:
-    """Move what peft only finds by its weights (see `model.peft`) from target_parameters to target_modules: layers, and
-    tensors of experts.
+def _name_layers_once(folder: Path, found: dict[str, Any]) -> list[Problem]:
+    """Let `target_modules` alone name what has an adapter; return the problem that prevents it.
+
+    What peft only finds by its weights (see `model.peft`) is moved there from target_parameters: layers, and tensors of
+    experts. Where peft chose layers by an expression, or left some out, they are those that have tensors in the file.
     """
     layers, weights = found.get("target_modules"), found.get("target_parameters")
-    if not isinstance(layers, list) or not isinstance(weights, list):
-        return
-    if all(isinstance(name, str) for name in weights):
+    if isinstance(layers, list) and isinstance(weights, list) and all(isinstance(name, str) for name in weights):
         found["target_modules"] = [*layers, *(name.removesuffix(".weight") for name in weights)]
         del found["target_parameters"]
+    elif weights in UNSET and (isinstance(layers, str) or any(found.get(name) not in UNSET for name in CHOOSE_LAYERS)):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(openable(folder / ADAPTER_WEIGHTS), framework="numpy") as opened:
+                matches = [HAS_ADAPTER.fullmatch(key) for key in opened.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            reason = f"cannot read {folder / ADAPTER_WEIGHTS}: {error_summary(error)}"
+            return [Problem(f"{reason}; copy the file again, or export the adapter again", "adapter.from")]
+        found["target_modules"] = sorted({match[1] for match in matches if match})
+        for name in CHOOSE_LAYERS:
+            found.pop(name, None)
+    return []
 
 
 def _can_continue(name: str, value: Any) -> bool:

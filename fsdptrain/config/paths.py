@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import glob
-import hashlib
 import os
 import re
 import stat
@@ -18,7 +17,7 @@ from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, StorageError, shortened
 from fsdptrain.folder.files import NOTHING_THERE, system_errors
 from fsdptrain.folder.records import read_text
-from fsdptrain.folder.storage import URL, url_fault
+from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
 
 
 def expanded(path: str) -> str:
@@ -79,17 +78,16 @@ def _written(path: Any) -> list[Any]:
 
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
-    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.sources", "data.eval")
+    may_be_urls = ("checkpoint.path", "data.path", "data.sources", "data.eval")
     for key, paths in paths_of(recipe).items():
         for path in paths:
             if fault := path_fault(path) or (url_fault(path) if key in may_be_urls else None):
                 yield Problem(fault, key)
-    run, checkpoints = recipe.output_dir.rstrip("/"), (recipe.checkpoint.path or "").rstrip("/")
-    if URL.fullmatch(run) and f"{checkpoints}/".startswith(f"{run}/") and checkpoints != f"{run}/checkpoints":
+    if LIKE_A_URL.match(recipe.output_dir):
         yield Problem(
-            f"{shortened(checkpoints)!r} is inside output_dir, where the run stores other files: leave it out (then it "
-            f"is {run}/checkpoints), or choose another place",
-            "checkpoint.path",
+            f"{shortened(recipe.output_dir)!r} is not a folder: the files of a run are on a disk, and its checkpoints "
+            "can be in an object store (checkpoint.path)",
+            "output_dir",
         )
 
 
@@ -102,22 +100,10 @@ def cache_root() -> Path:
     return Path(root or Path(base or Path.home() / ".cache") / "fsdptrain")
 
 
-def working_folder(output_dir: str) -> Path:
-    """Return the folder in which a run works: `output_dir`, or one in the cache if that is in an object store."""
-    if not URL.fullmatch(output_dir):
-        return Path(output_dir).absolute()
-    url = output_dir.rstrip("/")
-    try:
-        root = cache_root().absolute()
-    except RuntimeError as error:
-        raise RecipeError(f"the cache cannot be found ({error}): set FSDPTRAIN_CACHE to a writable folder") from None
-    return root / "runs" / f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-
-
 def with_expanded_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer: libraries do not expand it.
 
-    A folder in checkpoint.path becomes absolute. With `output_dir` in an object store the checkpoints are there, too.
+    A folder in checkpoint.path becomes absolute.
 
     Data paths stay as written, because a run to resume is identified by them.
     """
@@ -126,13 +112,9 @@ def with_expanded_paths(recipe: Recipe) -> Recipe:
     path = recipe.checkpoint.path
     if path is not None and not URL.fullmatch(path):
         path = str(Path(expanded(path)).absolute())
-    output_dir = expanded(recipe.output_dir)
-    if URL.fullmatch(output_dir):
-        output_dir = output_dir.rstrip("/")
-        path = path or f"{output_dir}/checkpoints"
     return dataclasses.replace(
         recipe,
-        output_dir=output_dir,
+        output_dir=expanded(recipe.output_dir),
         model=dataclasses.replace(recipe.model, **names),
         checkpoint=dataclasses.replace(recipe.checkpoint, path=path),
     )

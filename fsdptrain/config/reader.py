@@ -19,7 +19,14 @@ from unicodedata import category
 
 import yaml
 
-from fsdptrain.config.names import REPLACEMENTS, leading_key, nearest_foreign_name, replacement_message, replacement_of
+from fsdptrain.config.names import (
+    REPLACEMENTS,
+    TRAINER_FSDP,
+    leading_key,
+    nearest_foreign_name,
+    replacement_message,
+    replacement_of,
+)
 from fsdptrain.config.reflection import (
     all_fields,
     all_paths,
@@ -33,7 +40,6 @@ from fsdptrain.config.reflection import (
 from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
-from fsdptrain.config.tools import MEANINGS
 from fsdptrain.config.values import (
     accepts,
     below_open_mapping,
@@ -255,8 +261,8 @@ def _section_message(node: yaml.Node, section: type, path: str) -> str:
     message = f"is a section with the keys {', '.join(keys)}"
     written = value_of_node(node, path, "", [])
     words = [str(word).lower() for word in (written if isinstance(written, list) else str(written).split())]
-    if path == "fsdp" and words and all(word in MEANINGS["fsdp"] for word in words):  # as the Trainer has it
-        meant = {key.removeprefix("fsdp."): item for word in words for key, item in MEANINGS["fsdp"][word].items()}
+    if path == "fsdp" and words and all(word in TRAINER_FSDP for word in words):
+        meant = {key: item for word in words for key, item in TRAINER_FSDP[word].items()}
         return f"{message}; did you mean {yaml_text(meant)}?"
     value = canonical_spelling(f"{path}.{keys[0]}", written)
     if value is not None and accepts(f"{path}.{keys[0]}", value):

@@ -171,9 +171,13 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem("there are no weights to load without model.id: use init: random", "model.init")
     elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
-    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}") and not _exists(f"{model.id}/config.json"):
+    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}"):
+        is_model = _exists(f"{model.id}/config.json")
         yield Problem(
-            f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
+            f"{model.id} has an adapter beside its weights ({ADAPTER_CONFIG}), which transformers adds when it opens "
+            "them: move the adapter's files to a folder of their own, and name that in adapter.from to train it further"
+            if is_model
+            else f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
             "model.id",
         )
     if any(not token.strip() for token in model.add_tokens):
@@ -181,9 +185,10 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     if repeated := next((token for token in model.add_tokens if model.add_tokens.count(token) > 1), None):
         yield Problem(f"{value_text(repeated)} is listed twice: remove one of the two", "model.add_tokens")
     if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
+        apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
         yield Problem(
-            "flash_attention_2 supports packed documents only in micro-batches of one row: set "
-            "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa",
+            "flash_attention_2 supports several documents in a sequence only in micro-batches of one: set "
+            f"train.micro_batch_size=1{apart} or model.attn_implementation=sdpa",
             "model.attn_implementation",
         )
 
@@ -229,8 +234,8 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
 
 
 def one_row_if_packed(recipe: Recipe) -> bool:
-    """Return whether no micro-batch has several rows of packed documents: flash_attention_2 rejects them."""
-    return recipe.data.packing == "none" or recipe.train.micro_batch_size == 1
+    """Return whether no micro-batch has several rows of several documents: flash_attention_2 rejects them."""
+    return not recipe.documents_share_sequences or recipe.train.micro_batch_size == 1
 
 
 def _exists(path: str) -> bool:
@@ -421,12 +426,6 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     if recipe.fsdp.ignore and recipe.fsdp.cpu_offload:
         yield Problem("is not possible with fsdp.cpu_offload, which keeps parameters in host memory", "fsdp.ignore")
-    for path in NCCL_KEYS:
-        if value_at(recipe, path) and (fault := _library_fault("torch", (2, 13))):
-            yield Problem(f"{fault}: remove it", path)
-
-
-NCCL_KEYS = ("fsdp.separate_reduce_scatter", "fsdp.symmetric_memory")  # torch 2.11 has neither
 
 
 def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:

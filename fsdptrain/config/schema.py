@@ -49,6 +49,12 @@ class Model:
         "which are at first the mean of the others (random if the model is)",
     )
     config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
+    ignore_weights: list[str] = key(
+        [],
+        "tensors of the files that the architecture does not know, by name or pattern (`*` matches any characters), "
+        "which are neither trained nor exported",
+        needs="model.id",
+    )
     init: Literal["pretrained", "random"] = key(
         "pretrained", "pretrained: load the weights; random: draw them from `seed`"
     )
@@ -61,7 +67,7 @@ class Model:
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
         "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
-        "supports the model (cuDNN's on Hopper and Blackwell if data.packing is none); auto: that, else "
+        "supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto: that, else "
         "flash_attention_2 if it is installed and supports these batches, else sdpa (on a CPU in tiles if that is "
         "faster), else eager",
     )
@@ -308,18 +314,12 @@ class Fsdp:
         "hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and copy them "
         "to the host (cpu_offload) only in the last",
     )
-    separate_reduce_scatter: bool = key(
-        False,
-        "GPUs, torch 2.13 or newer: reduce gradients in an NCCL group of its own, so that gathers do not wait for it",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=False,
-    )
-    symmetric_memory: bool = key(
-        False,
-        "GPUs, torch 2.13 or newer: gather and reduce in NCCL's symmetric memory, so that gathers use copy engines "
-        "instead of multiprocessors (published: from 2% faster to 2% slower)",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=False,
+    bucket_cap_mb: int | None = key(
+        None,
+        "NO_SHARD: units are joined while their gradients have at most so many MiB, which one all-reduce then sums, as "
+        "in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are joined",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]},
+        at_least=1,
     )
     ignore: list[str] = key(
         [],
@@ -688,7 +688,7 @@ class Recipe:
 
     name: str = key("run", "name of the run, used in output_dir")
     seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
-    output_dir: str = key("runs/${name}", "the run folder, or a URL in an object store such as s3://BUCKET/runs/NAME")
+    output_dir: str = key("runs/${name}", "the run folder")
     model: Model = field(default_factory=Model)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
@@ -702,3 +702,8 @@ class Recipe:
     export: Export = field(default_factory=Export)
     log: Log = field(default_factory=Log)
     launch: Launch = field(default_factory=Launch)
+
+    @property
+    def documents_share_sequences(self) -> bool:
+        """Whether a sequence may hold several documents: packed rows, or the two answers of a pair, never packed."""
+        return self.data.packing != "none" or self.train.objective == "dpo"

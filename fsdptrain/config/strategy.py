@@ -108,14 +108,3 @@ class Strategy(StrEnum):
 
 
 DEFAULT_STRATEGY = Strategy.FULL_SHARD
-
-# The strategies by their numbers in Accelerate's files for FSDP1, and by the stages of DeepSpeed.
-FSDP1_NUMBERS = {
-    1: Strategy.FULL_SHARD, 2: Strategy.SHARD_GRAD_OP, 3: Strategy.NO_SHARD, 4: Strategy.HYBRID_SHARD,
-    5: Strategy.HYBRID_SHARD_ZERO2,
-}  # fmt: skip
-
-ZERO_STAGES = {3: Strategy.FULL_SHARD, 2: Strategy.SHARD_GRAD_OP, 0: Strategy.NO_SHARD}
-
-# A strategy for one copy of the model → the same in several copies.
-IN_COPIES = {Strategy.FULL_SHARD: Strategy.HYBRID_SHARD, Strategy.SHARD_GRAD_OP: Strategy.HYBRID_SHARD_ZERO2}

@@ -18,8 +18,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
-from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk_full
-from fsdptrain.folder.files import NOTHING_THERE, system_errors
+from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line, is_disk_full
+from fsdptrain.folder.files import NOTHING_THERE, system_errors, write_atomically
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
 READ_BYTES = 2**24  # bytes of a file that are read at a time
@@ -110,11 +110,12 @@ def full_disk_errors(folder: Path) -> Iterator[None]:
     """Raise CheckpointError, with the way out, when the disk of a folder of the cache fills up inside."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         if not is_disk_full(error):
             raise
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise CheckpointError(
-            f"no space: {error.strerror} on {socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
+            f"no space: {reason} on {socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
         ) from None
 
 
@@ -167,7 +168,7 @@ def is_intact(folder: Path, read_much: bool = True, little: int = QUICKLY_READ) 
         return False
     if much and not compared:
         with contextlib.suppress(OSError):  # a folder of another user: it is read every time
-            (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
+            write_atomically(folder / COMPARED_FILE, json.dumps(states))
     return all(is_intact(folder.parent.parent / name, read_much, little_part(len(parts))) for name in parts)
 
 
@@ -188,7 +189,7 @@ def _states(folder: Path) -> dict[str, list[int]]:
     """Return inode, bytes, and when content and status were changed in ns, of every file: no write leaves all."""
     found = {}
     for file in folder.iterdir():
-        if file.name not in (CHECKSUM_FILE, COMPARED_FILE):
+        if file.name not in (CHECKSUM_FILE, COMPARED_FILE) and file.suffix != ".tmp":
             status = file.stat()
             found[file.name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return found

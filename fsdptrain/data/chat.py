@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -21,10 +23,13 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config.schema import Data
+from fsdptrain.data.omissions import describe_left_out, find_left_out
 from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turns import (
     BEGIN,
     END,
+    THOUGHT_KEYS,
+    Mark,
     MarkedConversation,
     Message,
     Span,
@@ -35,6 +40,7 @@ from fsdptrain.data.turns import (
 )
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
+from fsdptrain.text import size
 
 TEMPLATE_S = 30  # how long a chat template may render one conversation
 TEMPLATE_BYTES = 2**32  # how much memory it may take, beyond what is in use before
@@ -67,6 +73,8 @@ class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
     `data` says what is trained (`train_on`, `turns`) and has values for the template. `day`: what it sees as today.
+    `notes` counts trained turns: `endless` ones, in which the template writes no end that could be learned, and
+    `shortened` ones, of which it leaves out a thought, or another part of the content.
     """
 
     tokenizer: Any
@@ -74,11 +82,14 @@ class ConversationRenderer:
     day: date | None = None
 
     def __post_init__(self) -> None:
-        self.marked_by_template = bool(GENERATION.search(self.tokenizer.chat_template))
+        self.marked_by_template = bool(GENERATION.search(template := self.tokenizer.chat_template))
+        self.thought_keys = [key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)]
+        self.arguments_as_text: bool | None = None  # how the template takes the arguments of calls, once it is known
         tokens = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
         longest_first = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.finder = TurnFinder(self._apply_template, self.special, self.tokenizer.eos_token)
+        ends = (self.tokenizer.eos_token, *stop_tokens(self.tokenizer))
+        self.finder = TurnFinder(self._apply_template, tuple(longest_first), ends)
+        self.notes = Counter[str]()
 
     def __call__(self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0) -> list[Rendered]:
         """Return the rows of a conversation, each as text with the spans of it to train, in order.
@@ -99,50 +110,91 @@ class ConversationRenderer:
         if self.data.turns != "all" and wanted:
             rows = [(messages[: i + 1], [i]) for i in wanted[-1 if self.data.turns == "last" else 0 :]]
         try:
-            with _limited_resources(), templates_on(self.day):
+            with _finishing(messages, self.day):
                 return [self._render(self._with_texts(part, tools), tools, trained) for part, trained in rows]
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
-        except (TimeoutError, MemoryError) as error:
-            raise DataError(
-                f"{place}: the chat template does not finish: {error!r}; the conversation begins {str(messages)[:120]}"
-            ) from None
 
     def prompt(self, messages: list[Message]) -> str:
-        """Return a conversation as text, up to where the assistant answers; raises DataError if it is rejected."""
-        with _limited_resources(), templates_on(self.day):
+        """Return a conversation as text, up to where the assistant answers; raises DataError as a call does."""
+        with _finishing(messages, self.day):
             return self._apply_template(messages, None, prompt=True)
 
     def _render(self, messages: list[Message], tools: list[Any] | None, wanted: list[int]) -> Rendered:
         """Return a conversation as text, and the spans of these messages of the assistant."""
-        text = self._apply_template(messages, tools)
-        if tools and text == self._apply_template(messages, None):
-            raise DataError(
-                "the chat template leaves out the tools; use a template that renders `tools`, or remove the column"
-            )
-        # `parts`: number of an assistant's message → the text that must contain the names of the tools it calls.
-        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        parts = dict.fromkeys(assistants, text)
-        if self.data.train_on == "all":
-            spans = [(0, len(text))]
-        elif self.marked_by_template:
-            spans = self._generation_spans(messages, tools, text)
-            if wanted != assistants:
-                spans = _spans_of_turns(spans, self.finder.mark(messages, tools, text), wanted)
-        else:
-            conversation = self.finder.mark(messages, tools, text)
-            turns = {i: conversation.turn_span(i) for i in wanted}
-            spans = [span for span in turns.values() if span[1] > span[0]]
-            check_order(spans, conversation.view.marks, messages)
-            parts |= {i: text[start:stop] for i, (start, stop) in turns.items()}
-        for i, part in parts.items():
-            missing = [name for name in called_tools(messages[i]) if name not in part]
-            if missing:
-                raise DataError(
-                    f"the chat template leaves out the call of {missing[0]!r} in message {i + 1}; use a template that "
-                    "renders `tool_calls`, or write the call as the message's content"
-                )
-        return text, spans
+        messages = self._as_template_reads(messages, tools)
+        text, trains_all = self._apply_template(messages, tools), self.data.train_on == "all"
+        conversation = None
+        try:
+            conversation = None if trains_all else self.finder.mark(messages, tools, text)
+        except DataError:
+            if not self.marked_by_template:
+                self._check_left_out(messages, tools, text, None, wanted)
+                raise
+        self._check_left_out(messages, tools, text, conversation, wanted)
+        if trains_all:
+            return text, [(0, len(text))]
+        if self.marked_by_template:
+            spans = self._generation_spans(messages, tools, text, conversation)
+            if wanted != [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+                spans = _spans_of_turns(spans, conversation or self.finder.mark(messages, tools, text), wanted)
+            return text, spans
+        assert conversation is not None
+        turns = {i: conversation.turn_span(i) for i in wanted}
+        check_order([span for span in turns.values() if span[1] > span[0]], conversation.view.marks, messages)
+        last = len(messages) - 1
+        if last in turns and not text[: turns[last][1]].rstrip().endswith(self.finder.ends):
+            # As the next role's token ends the other turns, so it is trained to end this one.
+            text += (end := conversation.next_role(last))
+            turns[last] = (turns[last][0], len(text) if end else turns[last][1])
+        self.notes["endless"] += sum(not conversation.has_end(i, stop, text) for i, (_, stop) in turns.items())
+        return text, [span for span in turns.values() if span[1] > span[0]]
+
+    def _check_left_out(
+        self, messages: list[Message], tools: list[Any] | None, text: str, conversation: MarkedConversation | None,
+        wanted: list[int],
+    ) -> None:  # fmt: skip
+        """Raise DataError for what the template leaves out of `text`; of the thoughts of turns, count that it does."""
+        shown = {mark.message for mark in conversation.view.marks if mark.kind == END} if conversation else set()
+        shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
+        for path in find_left_out(self._apply_template, messages, tools, text, shown):
+            if path[-1] not in THOUGHT_KEYS:
+                raise DataError(f"the chat template leaves out {describe_left_out(path, messages, tools)}")
+            shortened |= {path[1]} & {*wanted}
+        self.notes["shortened"] += len(shortened)
+
+    def _as_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Return messages with thoughts under a key that the template reads, and arguments in the type that it takes.
+
+        That is JSON text if it rejects objects, or prints them as Python does.
+        """
+        messages = [self._with_thought(message) for message in messages]
+        if self.arguments_as_text is False or not any(map(called_tools, messages)):
+            return messages
+        texts = [_with_arguments_as_text(message) for message in messages]
+        if self.arguments_as_text is None:
+            try:
+                text = self._apply_template(messages, tools)
+            except DataError as error:
+                with contextlib.suppress(DataError):
+                    self._apply_template(texts, tools)
+                    self.arguments_as_text = True
+                if not self.arguments_as_text:
+                    raise error from None
+            else:
+                objects = [str(value) for message in messages for value in _arguments(message) if value]
+                self.arguments_as_text = any(value in text for value in objects) if objects else None
+        return texts if self.arguments_as_text else messages
+
+    def _with_thought(self, message: Message) -> Message:
+        if called_tools(message):
+            message = {"content": "", **message}  # some templates add to it
+        given = next((key for key in THOUGHT_KEYS if message.get(key)), None)
+        if given is None:
+            return message
+        key = given if given in self.thought_keys else next(iter(self.thought_keys), given)
+        others = {k: v for k, v in message.items() if k not in THOUGHT_KEYS or v not in ("", message[given])}
+        return {**others, key: message[given]}
 
     def _with_texts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return messages with texts as contents: lists of parts are joined as the template joins them."""
@@ -178,7 +230,9 @@ class ConversationRenderer:
             "content as one text"
         )
 
-    def _generation_spans(self, messages: list[Message], tools: list[Any] | None, text: str) -> list[Span]:
+    def _generation_spans(
+        self, messages: list[Message], tools: list[Any] | None, text: str, conversation: MarkedConversation | None
+    ) -> list[Span]:
         """Return the spans between the template's own marks, without white space behind an end-of-turn token.
 
         Raises DataError when the marks change the text or do not cover the assistant's content.
@@ -193,22 +247,27 @@ class ConversationRenderer:
         (rendered,), (indices,) = found
         if rendered != text:
             raise DataError("the chat template's {% generation %} marks change its text: use one where they do not")
-        spans = []
-        for start, stop in indices:
-            turn = text[start:stop].rstrip()
-            ends = [found.end() for found in self.special.finditer(turn)]
-            spans.append((start, start + len(turn) if ends[-1:] == [len(turn)] else stop))
-        # transformers counts wrongly when these marks are inside a macro: compare the spans with marks in the contents.
-        try:
-            marks = self.finder.mark(messages, tools, text).view.marks
-        except DataError:
+        marks = conversation.view.marks if conversation else []
+        turns = _by_turn(indices, marks)
+        for turn in turns:
+            start, stop = turn[-1]
+            if (end := text[:stop].rstrip()).endswith(self.finder.tokens):
+                turn[-1] = (start, max(start, len(end)))
+        spans = list(itertools.chain.from_iterable(turns))
+        if conversation is None:
             return spans
+        # transformers counts wrongly when these marks are inside a macro: compare the spans with marks in the contents.
         check_order(spans, marks, messages)
         any_empty = any(m["role"] == "assistant" and not m.get("content", "").strip() for m in messages)  # has no marks
-        for a, b in spans:
-            inside = {m.kind for m in marks if a <= m.at <= b and messages[m.message]["role"] == "assistant"}
-            if (not inside and not any_empty) or (BEGIN in inside and END not in inside):
+        for turn in turns:
+            inside = [
+                m for m in marks if turn[0][0] <= m.at <= turn[-1][1] and messages[m.message]["role"] == "assistant"
+            ]
+            kinds = {m.kind for m in inside}
+            if (not inside and not any_empty) or (BEGIN in kinds and END not in kinds):
                 raise cannot_locate("has {% generation %} marks that do not cover the assistant's content")
+            if inside:
+                self.notes["endless"] += not conversation.has_end(inside[-1].message, turn[-1][1], text)
         return spans
 
     def _apply_template(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -241,6 +300,17 @@ def earlier_turns_differ(tokenizer: Any, data: Data, rows: list[dict[str, Any]],
     return False
 
 
+def _by_turn(spans: list[Span], marks: list[Mark]) -> list[list[Span]]:
+    """Return spans grouped by turn: those without marks of different messages in them or between them are of one."""
+    turns = list[list[Span]]()
+    for span in spans:
+        if marks and turns and len({m.message for m in marks if turns[-1][0][0] <= m.at <= span[1]}) < 2:
+            turns[-1].append(span)
+        else:
+            turns.append([span])
+    return turns
+
+
 def _spans_of_turns(spans: list[Span], conversation: MarkedConversation, wanted: list[int]) -> list[Span]:
     """Return the spans that are in these turns; raises DataError when one of them is also in another turn."""
     turns = [conversation.turn_span(i) for i in wanted]
@@ -251,6 +321,38 @@ def _spans_of_turns(spans: list[Span], conversation: MarkedConversation, wanted:
     return kept
 
 
+def stop_tokens(tokenizer: Any) -> list[str]:
+    """Return the tokens that end an answer by the configuration of the model; see `load_tokenizer`."""
+    return list(getattr(tokenizer, "stop_tokens", []))
+
+
+def _is_within(content: Any, text: str) -> bool:
+    """Return whether a text contains a content, but for white space."""
+    if not isinstance(content, str) or content.strip() in text:
+        return True
+    return "".join(content.split()) in "".join(text.split())
+
+
+def _arguments(message: Message) -> Iterator[Any]:
+    """Yield the arguments of the tools that a message calls."""
+    for call in message.get("tool_calls") or []:
+        if isinstance(call, dict):
+            yield (call.get("function") or call).get("arguments")
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """Return a message in which the arguments of calls are JSON text."""
+
+    def with_text(call: Any) -> Any:
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            return {**call, "function": with_text(call["function"])}
+        if isinstance(call, dict) and isinstance(call.get("arguments"), dict):
+            return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+        return call
+
+    return {**message, "tool_calls": [*map(with_text, message["tool_calls"])]} if called_tools(message) else message
+
+
 def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: bool = False) -> str:
     """Return the texts of parts as one; `trimmed`: each without white space at both ends."""
     return separator.join(part["text"].strip() if trimmed else part["text"] for part in parts)
@@ -258,8 +360,22 @@ def _text_of_parts(parts: list[TextPart], separator: str = OF_SERVERS, trimmed: 
 
 def _rejection(messages: list[Message], error: Exception) -> DataError:
     return DataError(
-        f"the chat template rejects a conversation: {error!r:.300}; the conversation begins {str(messages)[:120]}"
+        f"the chat template rejects a conversation: {error!r:.300}; change the row, or set a template that "
+        f"accepts it in data.chat_template; the conversation begins {str(messages)[:120]}"
     )
+
+
+@contextlib.contextmanager
+def _finishing(messages: list[Message], day: date | None) -> Iterator[None]:
+    """Let templates see `day` inside; raise DataError for one that does not finish."""
+    try:
+        with _limited_resources(), templates_on(day):
+            yield
+    except (TimeoutError, MemoryError) as error:
+        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
+        raise DataError(
+            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
+        ) from None
 
 
 @contextlib.contextmanager

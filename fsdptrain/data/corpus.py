@@ -32,6 +32,7 @@ from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
+from fsdptrain.data.encode import OF_TURNS
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
@@ -39,7 +40,7 @@ from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
 from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files, splits_note
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
-from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
+from fsdptrain.plan.plan import LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
@@ -452,7 +453,7 @@ def prepare(
         data: Data, max_rows: int | None, fraction: float | None = None, earlier: Sequence[Corpus] = ()
     ) -> list[Corpus]:
         rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
-        corpora = pack_rows(rows, data, seed, fraction, plan.layout, earlier)
+        corpora = pack_rows(rows, data, seed, fraction, earlier)
         return [dataclasses.replace(corpus, count_padding=count_padding) for corpus in corpora]
 
     sources: list[list[Corpus]] = []
@@ -529,6 +530,7 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     found_lost += [
         f"{what} ({counted(count, 'time')}, first in {place})" for what, (count, place) in rows.unread.items()
     ]
+    found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
     if empty := notes.get("empty_files"):
         found_divided.append(f"{counted(empty, 'empty file')} skipped")
     if notes.get("divided"):
@@ -541,7 +543,6 @@ def pack_rows(
     data: Data,
     seed: int,
     fraction: float | None = None,
-    layout: int = LAYOUT,
     earlier: Sequence[EncodedRows] = (),
 ) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
@@ -575,9 +576,7 @@ def pack_rows(
             starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
             held = np.insert(held, row + 1, True)
         for name, side in zip(names, (~held, held), strict=False):
-            pieces, offsets, labels = cut_and_pack(
-                starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
-            )
+            pieces, offsets, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
@@ -589,7 +588,7 @@ def pack_rows(
         notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
-    key = [rows.name, rows.seq_len, data.packing, seed, fraction, layout]
+    key = [rows.name, rows.seq_len, data.packing, seed, fraction, LAYOUT]
     if data.drop_duplicates:
         key += ["drop_duplicates", *(each.name for each in earlier)]
     folder = cached_folder("packed", key, write)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import date
 from typing import Any
 
@@ -21,10 +24,16 @@ from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
 from fsdptrain.data.turns import Message, Span
-from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_panic
 from fsdptrain.text import counted
 
 TRAINED = 1  # in the flags of a row
+# What is counted of trained turns, and what a note says of it.
+OF_TURNS = {
+    "endless": "without an end to learn: the chat template writes no token behind the answer that ends generation",
+    "shortened": "without a thought, or another part of the content, which the chat template leaves out of its text",
+}
+POLL_S = 0.2
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
 Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, how many tokens stand before it
 
@@ -32,13 +41,15 @@ Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, 
 class Encoder:
     """Encodes rows of one format as tokens and flags, and counts the rows that are dropped.
 
-    `day` is what a chat template sees as today.
+    `day` is what a chat template sees as today. While the tokenizer works, `tick` is called, which may raise.
 
-    Raises DataError for a tokenizer without an end-of-sequence token.
+    Raises DataError for a tokenizer without an end-of-sequence token, and for one that fails on a text.
     """
 
-    def __init__(self, tokenizer: Any, data: Data, day: date | None = None) -> None:
-        self.tokenizer, self.data = tokenizer, data
+    def __init__(
+        self, tokenizer: Any, data: Data, day: date | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        self.tokenizer, self.data, self.tick = tokenizer, data, tick
         self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if tokenizer.eos_token_id is None:
             raise DataError("model.tokenizer: has no end-of-sequence token, which every row has to end with")
@@ -46,6 +57,9 @@ class Encoder:
         self.prefix = prefix_tokens(tokenizer)  # the call also turns truncation and padding off in the backend
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
+        found = tokenizer.added_tokens_decoder
+        self.added_ids = frozenset(found)
+        self.taking_space = tuple(token.content for token in found.values() if token.rstrip)
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
             ConversationRenderer(tokenizer, data, day)
@@ -54,6 +68,7 @@ class Encoder:
         )
         self.lengths = array("I")  # tokens of each row, or of both answers of a pair
         self.dropped = 0
+        self.notes = self.render_conversation.notes if self.render_conversation else Counter[str]()
         self.conversation = 0  # number of the conversation that is encoded
         self.conversations = array("I")  # that of each row that is kept
 
@@ -122,8 +137,8 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if self.backend is not None:  # without offsets and attention masks: takes half the time
-            return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+            return (found.ids for found in encoded_apart(self.backend.encode_batch_fast, texts, self.tick))
+        encoded: list[list[int]] = encoded_apart(self.tokenizer, texts, self.tick, verbose=False).input_ids
         return encoded
 
     def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
@@ -140,14 +155,31 @@ class Encoder:
     def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
         """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
-        for found, text, edges in zip(
-            self.backend.encode_batch(texts, add_special_tokens=False), texts, edges_of, strict=True
+        for found, text, wanted in zip(
+            encoded_apart(self.backend.encode_batch, texts, self.tick), texts, edges_of, strict=True
         ):
+            edges = [self._beside_added(found, edge, text) for edge in wanted]
             counts = [_tokens_before(found, edge, len(text)) for edge in edges]
             if None not in counts:
                 yield found.ids, [count for count in counts if count is not None]
             else:
                 yield self._encode_in_parts(found, text, edges)
+
+    def _beside_added(self, found: Any, edge: int, text: str) -> int:
+        """Return an edge in the white space that an added token takes (`lstrip`, `rstrip`) as one beside that token."""
+        token = found.char_to_token(edge) if 0 < edge < len(text) else None
+        if token is None or found.ids[token] not in self.added_ids:
+            return edge
+        begin, end = found.token_to_chars(token)
+        return (
+            edge
+            if begin == edge
+            else end
+            if not text[edge:end].strip()
+            else begin
+            if not text[begin:edge].strip()
+            else edge
+        )
 
     def _encode_in_parts(self, found: Any, text: str, edges: list[int]) -> Located:
         """Encode a text in parts, cut at its edges; as a whole when the parts decode to another text.
@@ -174,12 +206,14 @@ class Encoder:
         Some also put it behind every added token; there the text is encoded together with that token.
         """
         assert self.continuing is not None
+        if (stripped := before.rstrip()).endswith(self.taking_space):
+            before = stripped
         if before.endswith(self.added):
             token = next(token for token in self.added if before.endswith(token))
             return self._encode_one(token + text)[len(self._encode_one(token)) :]
         special = self.any_added.search(text)
         head = text[: special.start()] if special else text
-        ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
+        ids: list[int] = encoded_apart(self.continuing.encode_batch_fast, [head], self.tick)[0].ids
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
     def _locate_without_offsets(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
@@ -191,6 +225,35 @@ class Encoder:
                 for edge in edges
             ]
             yield ids, counts
+
+
+def encoded_apart(
+    encode: Callable[..., Any], texts: Sequence[str], tick: Callable[[], None] = lambda: None, **how: Any
+) -> Any:
+    """Return what `encode` makes of some texts in another thread, so that this one handles signals and calls `tick`.
+
+    Raises DataError where a tokenizer in Rust panics, with the text.
+    """
+    found = Future[Any]()
+
+    def work() -> None:
+        try:
+            found.set_result(encode(texts, **{"add_special_tokens": False, **how}))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # if it never ends, the process can
+    while not wait([found], POLL_S).done:
+        tick()
+    error = found.exception()
+    if error is None or not is_panic(error):
+        return found.result()
+    for text in texts if len(texts) > 1 else ():  # find the one
+        encoded_apart(encode, [text], tick, **how)
+    raise DataError(
+        f"model.tokenizer: its rules fail ({first_line(error)}) on a text that begins {texts[0][:120]!r}: remove the "
+        "text, or use another tokenizer"
+    )
 
 
 def renders_chat(tokenizer: Any, data: Data | None) -> bool:
@@ -205,9 +268,9 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], data: Data | None, da
     """
     if renders_chat(tokenizer, data):
         text = ConversationRenderer(tokenizer, data or Data(), day).prompt(messages)
-        return [*tokenizer(text, add_special_tokens=False).input_ids]
+        return [*encoded_apart(tokenizer, [text]).input_ids[0]]
     text = messages[-1]["content"] + (data.separator if data else "")
-    prefix, ids = prefix_tokens(tokenizer), tokenizer(text, add_special_tokens=False).input_ids
+    prefix, ids = prefix_tokens(tokenizer), encoded_apart(tokenizer, [text]).input_ids[0]
     return [*ids] if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
@@ -237,7 +300,7 @@ def evaluated_prompts(recipe: Recipe, tokenizer: Any, day: date | None = None) -
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
-    plain, whole = (tokenizer("a", add_special_tokens=added).input_ids for added in (False, True))
+    plain, whole = (encoded_apart(tokenizer, ["a"], add_special_tokens=added).input_ids[0] for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return [int(token) for token in whole[:at]]
 

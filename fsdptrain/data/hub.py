@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
@@ -21,10 +24,12 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
-from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary, is_panic
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.files import openable
 from fsdptrain.plan.plan import Plan
+
+COMPARED_NUMBERS = 2**22  # of a tensor that are in memory while two are compared
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
@@ -80,7 +85,9 @@ def recipe_errors(message: str) -> Iterator[None]:
         yield
     except FsdptrainError:
         raise
-    except Exception as error:  # a damaged or hostile file may raise any class
+    except BaseException as error:  # a damaged or hostile file may raise any class
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise RecipeError(f"{message}: {error_summary(error)}") from None
 
 
@@ -129,17 +136,60 @@ def _request_hub(answered: threading.Event) -> None:
 def safetensors_files(plan: Plan) -> list[str]:
     """Return the safetensors files of `model.id`, from a local folder or downloaded from the Hub; never pickled ones.
 
-    Raises RecipeError when there are none, or one of them is not a safetensors file.
+    They are those that transformers reads. Raises RecipeError when there are none, one of them is not a safetensors
+    file, or a single file and an index beside it name different weights.
     """
     model = plan.recipe.model
-    for name in (constants.SAFETENSORS_INDEX_FILE, constants.SAFETENSORS_SINGLE_FILE):
-        with recipe_errors(f"model.id: cannot read {model.id}"):
-            found = _model_file(plan, name)
-        if found and name.endswith(".json"):
-            return _indexed_files(plan, found)
-        if found:
-            return _check_headers([found])
-    raise RecipeError(f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)")
+    # A configuration may name the file; a single file comes before an index.
+    named = str(read_json(plan, "config.json").get("transformers_weights") or "")
+    if named != Path(named).name:
+        raise RecipeError(
+            f"model.id: transformers_weights in config.json of {model.id} names a file outside its folder"
+        )
+    names = [named] if named else [constants.SAFETENSORS_SINGLE_FILE, constants.SAFETENSORS_INDEX_FILE]
+    with recipe_errors(f"model.id: cannot read {model.id}"):
+        found = [path for name in names if (path := _model_file(plan, name))]
+    if not found:
+        raise RecipeError(
+            f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)"
+        )
+    if len(found) == 1:
+        return _indexed_files(plan, found[0]) if found[0].endswith(".json") else _check_headers(found)
+    single, index = _check_headers(found[:1]), found[1]
+    try:
+        same = _same_weights(*(tuple(stamps_of(files)) for files in (single, _indexed_files(plan, index))))
+    except RecipeError:  # its files are gone
+        same = False
+    if not same:
+        raise RecipeError(
+            f"model.id: {model.id} has {names[0]}, which transformers reads, and {names[1]}, which names files with "
+            "other weights: remove the one that is not of this model"
+        )
+    return single
+
+
+@functools.lru_cache(maxsize=4)
+def _same_weights(one: tuple[tuple[str, int, int], ...], other: tuple[tuple[str, int, int], ...]) -> bool:
+    """Return whether two lists of safetensors files, as `stamps_of` has them, have the same tensors."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for stamps in (one, other):
+            opened = [stack.enter_context(safe_open(path, framework="pt")) for path, *_ in stamps]
+            found.append({name: each.get_slice(name) for each in opened for name in each.keys()})  # noqa: SIM118
+        first, second = found
+        return first.keys() == second.keys() and all(same_values(first[name], second[name]) for name in first)
+
+
+def same_values(one: Any, other: Any, dtype: torch.dtype | None = None) -> bool:
+    """Return whether two slices of safetensors files have the same values, in `dtype` or as they are stored."""
+    shape = one.get_shape()
+    if shape != other.get_shape() or (dtype is None and one.get_dtype() != other.get_dtype()):
+        return False
+    if not shape:
+        return bool(torch.equal(one[...].to(dtype), other[...].to(dtype)))
+    rows = max(1, COMPARED_NUMBERS // max(1, math.prod(shape[1:])))
+    parts = (slice(start, start + rows) for start in range(0, shape[0], rows))
+    return all(torch.equal(one[part].to(dtype), other[part].to(dtype)) for part in parts)
 
 
 def _indexed_files(plan: Plan, index: str) -> list[str]:

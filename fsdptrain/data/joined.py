@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import PARTS_FILE
-from fsdptrain.data.encode import TRAINED
+from fsdptrain.data.encode import OF_TURNS, TRAINED
 from fsdptrain.data.parts import UNREAD_FILE, notes_of
 from fsdptrain.data.sources import DIGEST_FILE
 
@@ -80,7 +80,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
     `data.turns: split`, `conversations.bin` the conversation of each row (uint32 [R]).
     """
     treatment, split, width = data.treatment, data.turns == "split", data.format.rows
-    names = ["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens"]
+    names = ["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens", *OF_TURNS]
     notes = dict.fromkeys([*names, *["too_long"] * (treatment == "drop"), *["conversations"] * split], 0)
     joined, digest = list[tuple[int, str | None, int]](), hashlib.sha256()
     unread = dict[str, list[Any]]()
@@ -122,6 +122,8 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
                 )
                 notes["conversations"] += found["rows"]
             notes["rows"] += len(read)
+            for name in OF_TURNS:
+                notes[name] += found.get(name, 0)
             # Rows that are both too long and without a trained token are counted as too long.
             notes["dropped"] += found["dropped"] + int(np.count_nonzero(~used)) // width - long * (treatment == "drop")
             notes["tokens"] += int(sizes.sum())

@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Any
 
 from fsdptrain.data.readers import type_name, without_nulls
-from fsdptrain.data.turns import Message
 from fsdptrain.errors import DataError, listed, shortened
+
+Message = dict[str, Any]
 
 CALLS = ("function_call", "tool_call", "tool_calls")  # roles of messages whose content is the JSON text of a call
 TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_response", "tool_response", "tool_result")

@@ -26,13 +26,12 @@ CHUNK = 2**16  # pieces whose labels are counted at a time: a Python number take
 TRIED = 4  # pieces that it tries to complete with another
 
 
-def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int | None) -> tuple[Ints, Ints, Ints]:
+def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
-    Rows that share sequences are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs
-    of earlier versions. Pieces without a label token are left out.
+    Rows that share sequences are shuffled by `seed`. Pieces without a label token are left out.
     """
-    if data.packing != "none" and seed is not None:
+    if data.packing != "none":
         shuffled = np.random.default_rng([seed, 0, 2]).permutation(len(starts))  # [seed, epoch] is the stream's
         starts, stops = starts[shuffled], stops[shuffled]
     # Rows are cut as if they followed one another without gaps; then the pieces are moved to where their rows are.
@@ -47,7 +46,7 @@ def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: in
         pieces, labels, shift = pieces[used], labels[used], shift[used]
     if not len(pieces):
         return pieces, np.zeros(1, np.int64), labels
-    order, offsets = pack(pieces[:, :2] - np.stack([shift, 0 * shift], axis=1), data, by_length=seed is None)
+    order, offsets = pack(pieces[:, :2] - np.stack([shift, 0 * shift], axis=1), data)
     return pieces[order], offsets, np.add.reduceat(labels[order], offsets[:-1])
 
 
@@ -93,11 +92,10 @@ def piece_labels(pieces: Ints, trained: Flags) -> Ints:
     return labels
 
 
-def pack(pieces: Ints, data: Data, by_length: bool = False) -> tuple[Ints, Ints]:
+def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
     """Put pieces into sequences; return the order of the pieces [P] and the offsets of the sequences [B+1].
 
-    `concat` fills one after another in order; `none` gives each piece its own; `bfd` is `fill_sequences`, or
-    `best_fit_decreasing` if it goes `by_length`.
+    `concat` fills one after another in order; `none` gives each piece its own; `bfd` is `fill_sequences`.
     """
     if data.packing == "none":
         return np.arange(len(pieces)), np.arange(len(pieces) + 1)
@@ -107,7 +105,7 @@ def pack(pieces: Ints, data: Data, by_length: bool = False) -> tuple[Ints, Ints]
         return np.arange(len(pieces)), np.concatenate([[0], changes, [len(pieces)]])
     order, counts = array("q"), array("q", [0])
     lengths = np.ascontiguousarray(pieces[:, 1]).data  # a memoryview: its items are ints
-    for members in (best_fit_decreasing if by_length else fill_sequences)(lengths, data.seq_len):
+    for members in fill_sequences(lengths, data.seq_len):
         order.extend(members)
         counts.append(len(members))
     return np.asarray(order), np.cumsum(counts)
@@ -132,33 +130,6 @@ def fill_sequences(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
             space -= sum(map(window.take, found))
             sequence += found
         yield sequence
-
-
-def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return bins of at most `size`: long items first, each in the fullest bin that has space for it.
-
-    `spaces` is a bit set of the free spaces that some open bin has; its lowest bit from `length` on is the best fit, so
-    an item costs O(size / 64) instead of a search over the bins. (Johnson et al., SIAM J. Comput. 3(4), 1974.)
-    """
-    bins: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}
-    spaces = 0
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[item]
-        fitting = spaces >> length
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
-            number = by_space[space].pop()
-            if not by_space[space]:
-                spaces ^= 1 << space
-        else:
-            space, number = size, len(bins)
-            bins.append([])
-        bins[number].append(item)
-        left = space - length
-        by_space.setdefault(left, []).append(number)
-        spaces |= 1 << left
-    return bins
 
 
 class _Window:

@@ -28,6 +28,7 @@ from typing import Any
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder, intact_folder, little_part
+from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.messages import Unread
@@ -115,7 +116,7 @@ def token_key(tokenizer: Any, data: Data, day: date | None) -> list[Any]:
     """Return (JSON) what decides the tokens of a row beside its content."""
     usual = vars(Data())
     keys = {k: v for k, v in vars(data).items() if k not in NOT_OF_TOKENS and v != usual[k]}
-    return [TOKENS_VERSION, tokenizer_digest(tokenizer), day and day.isoformat(), keys]
+    return [TOKENS_VERSION, tokenizer_digest(tokenizer), stop_tokens(tokenizer), day and day.isoformat(), keys]
 
 
 class PartEncoder:
@@ -153,7 +154,8 @@ class PartEncoder:
         return cached_folder(KIND, [self.key, part.content, limit], write, self.little)
 
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
-        encoder, done, kept = Encoder(self.tokenizer, self.data, self.day), 0, array("I")
+        encoder = Encoder(self.tokenizer, self.data, self.day, lambda: self.report(0))
+        done, kept = 0, array("I")
         unread = Unread(self.tokenizer.chat_template)
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
             for batch in read_rows(part.sources, self.data, limit, unread):
@@ -167,7 +169,7 @@ class PartEncoder:
         (folder / "lengths.bin").write_bytes(encoder.lengths.tobytes())
         if self.data.turns == "split":
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
-        notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept)}
+        notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
         found = {what: [count, 0, *_place_in(part, place)] for what, (count, place) in unread.found.items()}
         (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
@@ -188,7 +190,7 @@ def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
 
 
 def notes_of(folder: Path) -> dict[str, int]:
-    """Return the counts of a part's folder: `rows` that were read, those that were `dropped`, and `tokens`."""
+    """Return the counts of a part's folder: `rows` that were read, those `dropped`, `tokens`, and counts of turns."""
     notes: dict[str, int] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return notes
 

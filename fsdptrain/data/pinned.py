@@ -91,9 +91,8 @@ def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pi
 
 def _pinned_before(rundir: RunDir) -> Pinned:
     """Return what earlier attempts pinned; {} before the first checkpoint, unless it is of this start."""
-    names = (rundir.pinned, rundir.root / "commits.json")  # the second is that of versions without dates
-    path = next(filter(is_there, names), None)
-    if path is None:
+    path = rundir.pinned
+    if not is_there(path):
         return {}
     try:
         written = read_object(path)
@@ -106,8 +105,10 @@ def _pinned_before(rundir: RunDir) -> Pinned:
             if "windows" in written:
                 found["windows"] = {"files": str(written["windows"]["files"]), "read": list(written["windows"]["read"])}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        words = str(error).removeprefix(f"{path}: ")
+        reason = words if isinstance(error, ValueError) else "it is not what a run writes there"
         raise CheckpointError(
-            f"{path} cannot be read ({error!r}), so the commit of the data or the date of the chat template is not "
+            f"{path} cannot be read ({reason}), so the commit of the data or the date of the chat template is not "
             "known: restore it, or delete it and set data.revision to the commit"
         ) from None
     return found

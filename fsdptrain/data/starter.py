@@ -18,6 +18,7 @@ from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_w
 from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.folder.storage import url_fault
+from fsdptrain.text import printable
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
@@ -160,5 +161,5 @@ def _run_name(model: str, data: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a text without line breaks, shortened, for a comment."""
-    return shortened(" ".join(text.split()))
+    """Return a text without line breaks and control characters, shortened, for a comment."""
+    return shortened(printable(" ".join(text.split())))

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import itertools
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import prefix_tokens
-from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
+from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.events import Progress
+from fsdptrain.folder.files import scratch_folder
 from fsdptrain.plan.plan import Plan
 
 END_OF_TEXT = "<|endoftext|>"
@@ -52,7 +52,19 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
     _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
+    tokenizer.stop_tokens = _stop_tokens(plan, tokenizer)
     return tokenizer
+
+
+def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
+    """Return the tokens that end an answer by the files of the model, if the tokenizer is its own."""
+    if not plan.own_tokenizer:
+        return []
+    config, generation = (read_json(plan, name) for name in ("config.json", "generation_config.json"))
+    found = [part.get("eos_token_id") for part in (generation, config, config.get("text_config") or {})]
+    ids = [number for each in found for number in (each if isinstance(each, list) else [each])]
+    tokens = tokenizer.convert_ids_to_tokens([number for number in ids if isinstance(number, int)])
+    return [token for token in dict.fromkeys(tokens) if token]
 
 
 def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
@@ -145,7 +157,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _serialized(tokenizer: Any) -> str:
     """Return all files of a tokenizer written in Python as one text: its vocabulary, merges and settings."""
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
+    with scratch_folder() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
         return "\0".join(f"{file.name}\0{file.read_bytes().hex()}" for file in files)

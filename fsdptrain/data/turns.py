@@ -6,8 +6,8 @@ The marks show where contents begin and end. The header is what the template add
 renders them with a generation prompt. The ending is what it adds to the turn, whatever the role of the next message. A
 turn is the content with its ending. If it cannot be located, DataError is raised: a turn is never guessed.
 
-A mark is a number between two characters that no text contains, in the content of a message. Rendering a conversation
-with marks shows where the template puts each message's content.
+A mark is three numbers between two characters that no text contains, in the content of a message, before its thought or
+before the name of a tool that it calls. Rendering a conversation with marks shows where the template puts each of them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdptrain.data.columns import common_prefix_length
+from fsdptrain.data.messages import Message
 from fsdptrain.errors import DataError
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
 
-# Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool.
-BEGIN, INNER, END, CALL = KINDS = range(4)
+# Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool,
+# before its thought.
+BEGIN, INNER, END, CALL, THOUGHT = range(5)
+
+# Where data and templates have the thought of the assistant.
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark found in a rendered text: its position in the text without marks, its message's number, its kind."""
+    """A mark found in a rendered text: its position in the text without marks, its message's number, its kind.
+
+    `call`: the number of the called tool that it is before.
+    """
 
     at: int
     message: int
     kind: int
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class MarkedText:
 
         `to_the_end`: also None when another message's mark follows.
         """
-        places = [i for i, m in enumerate(self.marks) if (m.message, m.kind) == (mark.message, mark.kind)]
+        same = (mark.message, mark.kind, mark.call)
+        places = [i for i, m in enumerate(self.marks) if (m.message, m.kind, m.call) == same]
         if not places:
             return None
         later = [m.at for m in self.marks[places[-1] + 1 :] if m.message != mark.message]
@@ -103,10 +113,10 @@ def delimiters_for(text: str) -> list[str]:
 
 
 def with_marks(message: Message, number: int, placement: Placement, delimiters: list[str]) -> Message:
-    """Return a message with marks at both edges of its content, and before the name of every tool it calls."""
+    """Return a message with marks at both edges of its content, before its thought and the names of called tools."""
 
-    def mark(kind: int) -> str:
-        return f"{delimiters[0]}{number * len(KINDS) + kind}{delimiters[1]}"
+    def mark(kind: int, call: int = 0) -> str:
+        return f"{delimiters[0]}{number},{kind},{call}{delimiters[1]}"
 
     marked = dict(message)
     content = message.get("content")
@@ -116,8 +126,13 @@ def with_marks(message: Message, number: int, placement: Placement, delimiters: 
         tag = LEADING_TAG.match(content, a, b)
         inner = content[a : tag.end()] + mark(INNER) + content[tag.end() : b] if tag else content[a:b]
         marked["content"] = content[:a] + mark(BEGIN) + inner + mark(END) + content[b:]
-    if called_tools(message) and placement is not _inside_space_without_markup:
-        marked["tool_calls"] = [_with_marked_name(call, mark(CALL)) for call in message["tool_calls"]]
+    if placement is not _inside_space_without_markup:
+        if called_tools(message):
+            calls = enumerate(message["tool_calls"])
+            marked["tool_calls"] = [_with_marked_name(call, mark(CALL, n)) for n, call in calls]
+        for key in THOUGHT_KEYS:
+            if isinstance(thought := message.get(key), str) and (where := _inside_space(thought)):
+                marked[key] = thought[: where[0]] + mark(THOUGHT) + thought[where[0] :]
     return marked
 
 
@@ -130,13 +145,17 @@ def _with_marked_name(call: Any, mark: str) -> Any:
 
 
 def take_marks(rendered: str, delimiters: list[str]) -> MarkedText:
-    """Take the marks out of a rendered text."""
-    parts = re.split(f"{delimiters[0]}([0-9]+){delimiters[1]}", rendered)
-    marks, at = [], 0
-    for text, number in zip(parts[::2], parts[1::2], strict=False):
+    """Take the marks out of a rendered text. A tool's name that is repeated, before its result, is no call."""
+    parts = re.split(f"{delimiters[0]}([0-9]+),([0-9]+),([0-9]+){delimiters[1]}", rendered)
+    marks, at, calls = list[Mark](), 0, set[tuple[int, ...]]()
+    for text, *numbers in zip(parts[::4], parts[1::4], parts[2::4], parts[3::4], strict=False):
         at += len(text)
-        marks.append(Mark(at, *divmod(int(number), len(KINDS))))
-    return MarkedText("".join(parts[::2]), marks)
+        mark = Mark(at, *map(int, numbers))
+        if mark.kind != CALL or (mark.message, mark.call) not in calls:
+            marks.append(mark)
+        if mark.kind == CALL:
+            calls.add((mark.message, mark.call))
+    return MarkedText("".join(parts[::4]), marks)
 
 
 def called_tools(message: Message) -> list[str]:
@@ -155,14 +174,33 @@ MAX_CACHED_LENGTH = 200  # characters of such a text
 class TurnFinder:
     """Marks conversations for one chat template, and remembers the headers and endings it has found.
 
-    `render` raises DataError when the template rejects the messages. `special` matches the tokenizer's special tokens.
+    `render` raises DataError when the template rejects the messages. `tokens` are the tokenizer's special tokens, the
+    longest first; those in `ends` end an answer: the end-of-sequence token, and where a family has it so, that of the
+    next role.
     """
 
     render: Render
-    special: re.Pattern[str]
-    eos: str | None
+    tokens: tuple[str, ...]
+    ends: tuple[str, ...]
     headers: dict[tuple[str, str], int] = field(default_factory=dict)
     endings: dict[tuple[str, bool], int] = field(default_factory=dict)
+    next_roles: dict[bool, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.special = re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
+
+    def end_in(self, behind: str, calls: bool) -> tuple[str, int] | None:
+        """Return the token that ends a turn, and where it ends in the text behind the content, or a called name."""
+        tokens = [(m[0], m.end()) for m in self.special.finditer(behind)] if calls else self.leading_tokens(behind)
+        return next((found for found in tokens if found[0] in self.ends), None)
+
+    def leading_tokens(self, text: str) -> list[tuple[str, int]]:
+        """Return the special tokens that a text begins with, after white space, each with where it ends."""
+        found, at = [], len(text) - len(text.lstrip())
+        while token := self.special.match(text, at):
+            at = token.end()
+            found.append((token[0], at))
+        return found
 
     def mark(self, messages: list[Message], tools: list[Any] | None, text: str) -> MarkedConversation:
         """Mark a conversation so that it still renders as `text`; raises DataError when no placement does."""
@@ -204,16 +242,23 @@ class MarkedConversation:
     def turn_span(self, i: int) -> Span:
         """Return where turn `i` begins and ends; raises DataError when that cannot be located."""
         begin, end, own_mark = self._content_span(i)
+        thought = next((m.at for m in self.view.marks if (m.message, m.kind) == (i, THOUGHT)), None)
+        if thought is not None:
+            begin = min(thought, end if begin is None else begin)
         before = [m for m in self.view.marks if m.message != i and m.at <= (end if begin is None else begin)]
         after = [m.at for m in self.view.marks if m.message != i and m.at >= end and m not in before]
         previous = before[-1] if before else None
         anchor = own_mark or previous  # the mark from which renderings of fewer messages are compared with this one
         stop = self._turn_end(i, end, min(after, default=len(self.view.text)), anchor)
-        return self._turn_start(i, previous, begin, end, stop, anchor), stop
+        start = self._turn_start(i, previous, begin, end, stop, anchor)
+        calls = [m.at for m in self.view.marks if (m.message, m.kind) == (i, CALL)]
+        if not all(start <= at <= stop for at in (stop, *calls)):
+            raise cannot_locate("renders the assistant's content apart from its calls of tools", i)
+        return start, stop
 
     def _content_span(self, i: int) -> tuple[int | None, int, Mark | None]:
         """Return where the content of turn `i` begins, if that is known, and ends; and its last mark, if it has any."""
-        own = [m for m in self.view.marks if m.message == i]
+        own = [m for m in self.view.marks if m.message == i and m.kind != THOUGHT]
         begins, inner = ([m.at for m in own if m.kind == kind] for kind in (BEGIN, INNER))
         last = own[-1] if own and own[-1].kind in (END, CALL) else None
         if len(begins) > 1:
@@ -223,8 +268,8 @@ class MarkedConversation:
         # The template dropped a mark, as part of a thought for example.
         left, right = self._span_by_replacement(i)
         begin = next(iter(begins), next(iter(inner), None) if left is None else left)
-        if last:
-            return begin, last.at, last
+        if last:  # an empty content may have its place behind the calls, and behind their results
+            return None if begin is not None and begin > last.at else begin, last.at, last
         if right is None or (begin is not None and begin > right):
             raise cannot_locate("cuts the assistant's content", i)
         return begin, right, None
@@ -268,7 +313,9 @@ class MarkedConversation:
         """Return how much of the gap between two contents is the assistant's header; None when none is found."""
         with_prompt, without = (self._text_after(previous, self.marked[:i], prompt) for prompt in (True, False))
         if with_prompt is None or not gap.startswith(with_prompt):
-            return None
+            # The prompt may close a thought, which this turn has: the header is what both begin with.
+            common = common_prefix_length(gap, with_prompt or "")
+            return None if begin_known or common <= len(without or "") else common
         rest = gap[len(with_prompt) :]
         if with_prompt != without or not begin_known or not rest.strip():
             return len(with_prompt)
@@ -298,32 +345,52 @@ class MarkedConversation:
 
     def _ending_length(self, i: int, end: int, behind: str, anchor: Mark | None, last: bool, calls: bool) -> int:
         """Return how much of the text behind the assistant's content belongs to its turn."""
-        tokens = _leading_tokens(self.finder.special, behind)
-        eos = self.finder.eos
-        # An end-of-sequence token ends the turn.
-        for token, length in tokens:
-            if token == eos:
-                return length
+        if found := self.finder.end_in(behind, calls):
+            return found[1]
         if anchor is not None:
             # What the template writes for the conversation up to this turn, if it stays when another turn follows.
             turn = self._text_after(anchor, self.marked[: i + 1], False)
             continued: str = self.view.text[anchor.at : end] + behind
             if last:
-                question = with_marks({"role": "user", "content": "x"}, i + 1, around, self.delimiters)
-                view = self.finder.render_marked([*self.marked, question], self.tools, self.delimiters)
-                continued = (view.after(anchor) if view is not None else None) or ""
+                continued = self._text_before({"role": "user", "content": "x"}, anchor)
             if turn is not None and continued.startswith(turn):
                 return max(0, anchor.at + len(turn.rstrip()) - end)
             # Else the first special token, if it is also there when a generation prompt replaces the next turn.
             prompted = self._text_after(anchor, self.marked[: i + 1], True)
+            tokens = self.finder.leading_tokens(behind)
             if tokens and prompted is not None:
-                tokens_before_prompt = _leading_tokens(self.finder.special, prompted[end - anchor.at :])
+                tokens_before_prompt = self.finder.leading_tokens(prompted[end - anchor.at :])
                 return tokens[0][1] if tokens_before_prompt[:1] == tokens[:1] else 0
         if calls:
-            if eos and eos in behind:
-                return behind.index(eos) + len(eos)
             raise cannot_locate("writes no end-of-turn token after a tool call", i)
         return 0
+
+    def next_role(self, i: int) -> str:
+        """Return the token of the role that the template lets follow the last turn, if that ends an answer, or ""."""
+        calls = any(called_tools(self.messages[i]))
+        if calls not in self.finder.next_roles:
+            anchor = next((m for m in reversed(self.view.marks) if m.message == i and m.kind in (END, CALL)), None)
+            following = {"role": "tool", "name": "x"} if calls else {"role": "user"}
+            found = self.finder.end_in(self._text_before({**following, "content": "x"}, anchor), calls)
+            if anchor is None:
+                return ""
+            self.finder.next_roles[calls] = found[0] if found else ""
+        return self.finder.next_roles[calls]
+
+    def has_end(self, i: int, stop: int, text: str) -> bool:
+        """Return whether there is anything behind the content of turn `i`, which ends at `stop` in the trained text."""
+        ends = [m.at for m in self.view.marks if (m.message, m.kind) == (i, END)]
+        if not ends or called_tools(self.messages[i]):
+            return text[:stop].rstrip().endswith(self.finder.tokens)
+        return bool(text[ends[-1] : stop].strip())
+
+    def _text_before(self, following: Message, anchor: Mark | None) -> str:
+        """Return the text between a mark and the content of a message that follows the conversation."""
+        if anchor is None:
+            return ""
+        marked = [*self.marked, with_marks(following, len(self.marked), around, self.delimiters)]
+        view = self.finder.render_marked(marked, self.tools, self.delimiters)
+        return (view.after(anchor) if view is not None else None) or ""
 
     def _text_after(self, mark: Mark | None, messages: list[Message], prompt: bool) -> str | None:
         """Render only these messages and return the text behind a mark, or all of it without one.
@@ -334,15 +401,6 @@ class MarkedConversation:
         if view is None or mark is None:
             return view.text if view is not None else None
         return view.after(mark, to_the_end=True)
-
-
-def _leading_tokens(special: re.Pattern[str], text: str) -> list[tuple[str, int]]:
-    """Return the special tokens that a text begins with, after white space, each with where it ends."""
-    found, at = [], len(text) - len(text.lstrip())
-    while token := special.match(text, at):
-        at = token.end()
-        found.append((token[0], at))
-    return found
 
 
 def check_order(spans: list[Span], marks: list[Mark], messages: list[Message]) -> None:

@@ -136,7 +136,7 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
     for name, modules in [*((unit.name, unit.modules) for unit in units), ("root", [model])]:
         params = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
         seen |= params.keys()
-        yield name, [type(module).__name__ for module in modules], list(params.values())
+        yield name, list(dict.fromkeys(type(module).__name__ for module in modules)), list(params.values())
 
 
 def describe_unit(
@@ -152,18 +152,19 @@ def describe_unit(
     `packed` are the ids of parameters that will be quantised, `kept` of those that every rank keeps whole. FSDP2 shards
     dimension 0 in chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
     """
-    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
+    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
     whole = int(sum(param.numel() * itemsize[id(param)] for param in params if id(param) in kept))
     divided = [param for param in params if id(param) not in kept]
     shards = sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in divided)
+    gathered = [param for param in divided if not (plan.has_whole_shards and param.dtype == compute)]
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
         "shard_bytes": whole + int(shards),
         "whole_bytes": whole,
-        "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute) for p in divided)),
+        "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
 

@@ -21,6 +21,7 @@ from typing import Any
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
 from fsdptrain.dryrun.findings import Outcome
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
+from fsdptrain.folder.files import full_tmpdir_errors
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import nodes_allowed
 from fsdptrain.launch.launcher import Attempt
@@ -147,7 +148,8 @@ def _scratch_folder() -> Iterator[Path]:
     """Yield a folder that is removed afterwards, except where the message of an error names a log in it."""
     folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
     try:
-        yield folder
+        with full_tmpdir_errors():
+            yield folder
     except BaseException as error:
         named = str(folder) in str(error)
         raise

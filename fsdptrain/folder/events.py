@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdptrain.errors import to_record
-from fsdptrain.folder.files import is_regular_file
+from fsdptrain.folder.files import is_regular_file, open_to_append
 from fsdptrain.folder.records import Record, RunState, Tail, json_safe, without_undone
 from fsdptrain.folder.rundir import RunDir
 
@@ -36,8 +36,8 @@ class Reporter:
         if rundir is None:
             return
         rundir.logs.mkdir(exist_ok=True)  # but not the run folder, if it was removed
-        self._metrics = rundir.metrics.open("a", buffering=1, encoding="utf-8")
-        self._progress = rundir.progress.open("a", buffering=1, encoding="utf-8")
+        self._metrics = open_to_append(rundir.metrics)
+        self._progress = open_to_append(rundir.progress)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event with its time (`at`, seconds since 1970). Trackers get it from the file."""

@@ -7,15 +7,16 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from fsdptrain.errors import StorageError, first_line
+from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_full
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
 SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
@@ -65,18 +66,32 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def read_if_there(path: Path) -> bytes | None:
-    """Return the content of a file, or None without one; raise StorageError if the system cannot read it."""
-    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
-        return path.read_bytes()
-    return None
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.
+
+    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed.
+    """
+    temporary = path.with_name(f".fsdptrain-{secrets.token_hex(8)}.tmp")
+    with temporary.open("xb") as file:
+        try:
+            yield file
+            file.close()
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file and rename it into place, so that readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    """Write a file as `replaced` does."""
+    with replaced(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a file to which lines are added, which is created if it is missing; a link raises OSError."""
+    return open(path, "a", 1, "utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def shipped(*parts: str) -> Path:
@@ -128,7 +143,7 @@ def try_lock(path: Path) -> int | None:
     The content stays. The lock lasts until the descriptor is closed, also by the end of this process.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(descriptor, path):
@@ -148,24 +163,54 @@ def scratch_folder() -> Iterator[Path]:
     prefix = f"{SCRATCH}{socket.gethostname()}-"  # a lock may not reach the other hosts that share the place
     for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         _remove_unless_locked(left)
-    descriptor = None
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
-        try:
-            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
-                break  # else another process has found it before it was locked, and will remove it
-        except FileNotFoundError:  # and here has removed it
-            continue
-        except OSError:  # this file system has no locks, so no process finds it unlocked
-            break
+    with full_tmpdir_errors():
+        folder, descriptor = _locked_folder(prefix)
     try:
-        content = folder / "content"
-        content.mkdir()
-        yield content
+        with full_tmpdir_errors():
+            content = folder / "content"
+            content.mkdir()
+            yield content
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _locked_folder(prefix: str) -> tuple[Path, int | None]:
+    """Make a temporary folder and lock it; return it, and the descriptor of its lock, if there is one."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
+            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
+                return folder, descriptor  # else another process found it before it was locked, and will remove it
+        except FileNotFoundError:  # and here has removed it
+            continue
+        except OSError:  # this file system has no locks, so no process finds it unlocked
+            return folder, None
+
+
+@contextlib.contextmanager
+def full_tmpdir_errors() -> Iterator[None]:
+    """Raise CheckpointError for a write inside that fails because the disk of temporary files is full."""
+    try:
+        yield
+    except Exception as error:
+        # An error may not say which file could not be written: another one would fail, too.
+        if is_disk_full(error) and _tmpdir_is_full():
+            raise CheckpointError(
+                f"no space: {first_line(error)} on {socket.gethostname()} in {tempfile.gettempdir()}, for temporary "
+                "files: free some, or set TMPDIR to a folder on another disk"
+            ) from error
+        raise
+
+
+def _tmpdir_is_full() -> bool:
+    try:
+        with tempfile.TemporaryFile() as probe:
+            probe.write(bytes(2**16))
+    except OSError as error:
+        return is_disk_full(error)
+    return False
 
 
 def _remove_unless_locked(scratch: Path) -> None:

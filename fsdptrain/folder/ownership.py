@@ -47,7 +47,7 @@ def is_marked(folder: Path) -> bool:
 def write_mark(folder: Path) -> None:
     """Write the mark into a folder that has none."""
     if not is_marked(folder):
-        (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
+        write_atomically(folder / MARK, MARK_TEXT)
 
 
 def mark_checkpoints(folder: Location, run: str) -> None:

@@ -33,7 +33,6 @@ class RunDir:
 
     root: Path
     checkpoint_path: str | None = None  # where the checkpoints are, if not in the folder: a folder or a URL
-    url: str | None = None  # output_dir, if it is in an object store: then `root` is the folder in which the run works
 
     mark = Below(MARK)  # marks this folder as written by fsdptrain; it is written first
     recipe = Below("recipe.yaml")  # as the user wrote it
@@ -61,17 +60,10 @@ class RunDir:
 
         Raises StorageError if the system cannot read that plan.
         """
-        place = url = None
+        place = None
         with contextlib.suppress(*NOTHING_THERE, ValueError, LookupError, TypeError):
-            recipe = read_object(root / "plan.json")["recipe"]
-            place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
-        place = place if isinstance(place, str) and place else None
-        return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)
-
-    @property
-    def place(self) -> str:
-        """The run's place as messages name it: the URL, or the folder."""
-        return self.url or str(self.root)
+            place = read_object(root / "plan.json")["recipe"]["checkpoint"]["path"]
+        return cls(root, place if isinstance(place, str) and place else None)
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of what one worker printed."""
@@ -125,10 +117,9 @@ class RunDir:
 
     @property
     def checkpoint_store(self) -> ObjectPath | None:
-        """The place of the checkpoints in an object store, if it is not in output_dir."""
+        """The place of the checkpoints, if it is in an object store."""
         url = self.checkpoint_path if self.checkpoint_path and URL.fullmatch(self.checkpoint_path) else None
-        in_output_dir = url and self.url and f"{url}/".startswith(f"{self.url}/")
-        return object_path(url) if url and not in_output_dir else None
+        return object_path(url) if url else None
 
     @cached_property
     def storage(self) -> CheckpointStorage:

@@ -2,7 +2,7 @@
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13), with the default
 settings; torch's names are given in brackets. What a training step does not use is left out: `record_stream`, CUDA
-graphs, private pools except for that of symmetric memory, and the settings that are off by default
+graphs, private pools, and the settings that are off by default
 (`max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from fsdptrain.forecast.trace import SYMMETRIC, Alloc, Free, Storage, Trace
+from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
 
 MIB = 2**20
 GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)
@@ -47,21 +47,19 @@ def replay_allocations(trace: Trace, device: str, capacity: int | None = None, e
     device is full, and by then they may be split, so that a block in use keeps each of them from being released.
     """
     allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
-    symmetric = SymmetricPool(allocator)
     blocks: dict[Storage, Block] = {}
     failed = None
     for event in trace.all():
         if isinstance(event, Alloc):
             if event.storage.device == device:
-                block = (symmetric if event.stream <= SYMMETRIC else allocator).malloc(event.size, event.stream)
+                block = allocator.malloc(event.size, event.stream)
                 if block is None:
                     failed = event.size
                     break
                 blocks[event.storage] = block
         elif isinstance(event, Free) and event.storage.device == device:
             allocator.free(blocks.pop(event.storage))
-    retries = allocator.retries + symmetric.retries
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, retries, failed is None, failed)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.retries, failed is None, failed)
 
 
 @dataclass(slots=True, eq=False)
@@ -322,26 +320,6 @@ class ExpandableAllocator(CachingAllocator):
             block.previous.absorb_next()
         else:
             bisect.insort(pool.unmapped, block, key=lambda b: b.address)
-
-
-class SymmetricPool(CachingAllocator):
-    """Segments that NCCL allocates for a pool of its own: they never expand, and a full device releases none."""
-
-    def __init__(self, device: CachingAllocator) -> None:
-        super().__init__()
-        self.device = device
-
-    def reserve(self, size: int) -> bool:
-        """Take `size` bytes from the device, which the other blocks are on too."""
-        return self.device.reserve(size)
-
-    def count(self, size: int) -> None:
-        """Count bytes of the device as in use."""
-        self.device.count(size)
-
-    def release_cached(self) -> None:
-        """Release cached memory of the device outside of this pool."""
-        self.device.release_cached()
 
 
 def segment_size(size: int) -> int:

@@ -73,7 +73,7 @@ def micro_batches(plan: Plan) -> list[int]:
     micro-batches of one row, there are no others; products in float8 need multiples of some number of tokens.
     """
     recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
-    if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
+    if recipe.model.attn_implementation == "flash_attention_2" and recipe.documents_share_sequences:
         return [1]
     share, tokens = recipe.train.global_batch_size * plan.context // plan.topology.world_size, plan.tokens_of_row
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.folder.files import write_atomically
 from fsdptrain.folder.records import Tail, without_undone
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.changes import hardware_of
@@ -84,7 +85,7 @@ class ForecastComparison:
         start = starts[-1]
         if self._forecast is not None:
             found = compare(self._forecast, start, steps)
-            self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
+            write_atomically(self._rundir.forecast, json.dumps(found, indent=2))
             screen.say(comparison_line(found))
         elif self._no_forecast_because:
             screen.say(f"no forecast to compare with: {self._no_forecast_because}")

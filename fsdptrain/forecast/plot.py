@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from rich.text import Text
 
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.folder.files import replaced
 from fsdptrain.forecast.memory import BEFORE, levels
 from fsdptrain.forecast.trace import Alloc, Category, Trace
 from fsdptrain.text import GIB
@@ -146,8 +147,10 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
         _draw_peak(axes, top_x, top)
         _draw_phases(axes, phases)
         try:
-            no_date = {"Date": None} if path.suffix.lower() == ".svg" else None
-            figure.savefig(path, metadata=no_date, bbox_inches="tight", pad_inches=0.15)  # nothing is cut off
+            kind = path.suffix.lower().removeprefix(".")
+            no_date = {"Date": None} if kind == "svg" else None
+            with replaced(path) as file:  # nothing is cut off
+                figure.savefig(file, format=kind, metadata=no_date, bbox_inches="tight", pad_inches=0.15)
         except OSError as error:
             raise RecipeError([Problem(f"cannot write {str(path)!r}: {error.strerror}", "--plot")]) from None
 

@@ -290,7 +290,7 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     """
     recipe = plan.recipe
     state = 0 if recipe.fsdp.cpu_offload else state_bytes(plan, counts) / plan.shard_size
-    copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
+    copies = not recipe.fsdp.strategy.reshards and not plan.has_whole_shards
     gathered = plan.gathered_bytes(counts) if copies else 0
     return state + gathered > memory
 

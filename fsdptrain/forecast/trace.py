@@ -16,7 +16,6 @@ Category = Literal[
 
 HOST = "cpu"
 HOST_STREAM = -1  # the stream of kernels that run on the host although the model is on a device
-SYMMETRIC = -2  # stream n of the allocator's pool of symmetric memory has the number SYMMETRIC - n
 
 
 @dataclass(slots=True, eq=False)

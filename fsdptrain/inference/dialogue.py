@@ -18,7 +18,6 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import position_limit
 from fsdptrain.processes import Interrupted, StopRequest
-from fsdptrain.text import printable
 
 EXIT = "/exit"
 NEW = "/new"
@@ -76,20 +75,12 @@ class Dialogue:
         output: Any = opened.model.generate(
             input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=most, **how,
             eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
-            streamer=PrintingStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             stopping_criteria=StoppingCriteriaList([is_stopped]),
         )  # fmt: skip
         written = str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": written})
         return written
-
-
-class PrintingStreamer(TextStreamer):
-    """Prints text as it becomes final, without control characters that a terminal obeys."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a part of the answer, and a line break at its end."""
-        print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 def talk(dialogue: Dialogue) -> None:

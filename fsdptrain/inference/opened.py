@@ -19,9 +19,9 @@ from fsdptrain.checkpoint.reopen import open_adapter, open_model
 from fsdptrain.checkpoint.verify import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.schema import Data
-from fsdptrain.data.hub import reject_symlinks_outside
+from fsdptrain.data.hub import recipe_errors, reject_symlinks_outside
 from fsdptrain.data.pinned import pin_date
-from fsdptrain.errors import RecipeError, error_summary
+from fsdptrain.errors import RecipeError
 from fsdptrain.folder.files import is_there, scratch_folder
 from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.rundir import RunDir
@@ -68,9 +68,9 @@ def opened_model(
         rundir = RunDir.open(rundir.root.parent)
     plan = open_plan(rundir.plan) if is_there(rundir.plan) else None
     if plan is None and step is not None:
-        raise RecipeError(f"--step: {rundir.place} is not a run, so it has no checkpoints: leave it out")
+        raise RecipeError(f"--step: {rundir.root} is not a run, so it has no checkpoints: leave it out")
     with contextlib.ExitStack() as stack:
-        folder, name = rundir.root, rundir.place
+        folder, name = rundir.root, str(rundir.root)
         if plan and step is None and is_model(rundir.export):
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
@@ -90,14 +90,14 @@ def exported_for_now(rundir: RunDir, plan: Plan, step: int | None, screen: Scree
     """
     steps = rundir.checkpoint_steps()
     if not steps:
-        raise RecipeError(f"{rundir.place} has neither an export nor a complete checkpoint: run it first")
+        raise RecipeError(f"{rundir.root} has neither an export nor a complete checkpoint: run it first")
     separate = plan.recipe.adapter.kind and plan.recipe.export.adapter == "separate"
     with scratch_folder() as scratch:
         out = scratch / "export"
         with screen.busy("exporting a checkpoint"):
             quiet = Screen(quiet=True)
             export_checkpoint(rundir, step, out, None if separate else plan.recipe.model.dtype, quiet, compare=False)
-        yield out, f"{rundir.place}, step {quiet.last['export']['step']}"
+        yield out, f"{rundir.root}, step {quiet.last['export']['step']}"
 
 
 def default_dtype(plan: Plan | None) -> str:
@@ -114,10 +114,8 @@ def _open(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     transformers.utils.logging.disable_progress_bar()
     how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     how |= {"unquantised": None} if (is_adapter := is_there(folder / ADAPTER_CONFIG)) else {}
-    try:
+    with recipe_errors(f"{folder} cannot be opened"):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
         model = (open_adapter if is_adapter else open_model)(str(folder), **how)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        raise RecipeError(f"{folder} cannot be opened: {error_summary(error)}") from error
     return model.eval().to(device), tokenizer

@@ -23,11 +23,12 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, readable_files
-from fsdptrain.errors import DataError, NoData, Problem, RecipeError
+from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError
 from fsdptrain.folder.events import Progress, progress_record
 from fsdptrain.folder.storage import url_fault
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
+from fsdptrain.model.units import nonfinite_names, nonfinite_note
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 
@@ -62,7 +63,7 @@ class ReadAs:
 def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, screen: Screen) -> dict[str, Any]:
     """Return loss and perplexity on each path and in all, ready for JSON; see `places_of_data` for the paths.
 
-    Raises DataError for rows that cannot be read.
+    Raises DataError for rows that cannot be read, and NonFiniteError for weights that are not finite.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -80,6 +81,8 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
             raise
         (corpus,) = pack_rows(rows, data, seed=0)
         total, tokens = summed_loss(opened.model, corpus, progress)
+        if not math.isfinite(total) and (names := nonfinite_names(opened.model)):
+            raise NonFiniteError(f"{opened.name}: {nonfinite_note(names)}")
         scores.append(Score(rows.notes["rows"], tokens, total))
         notes = list(itertools.chain(*notes_on_rows(corpus)))
         files.append({"path": path, **scores[-1].report(), "notes": notes})

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from fsdptrain.errors import KernelFailed, RecipeError, WorkerLost, to_record
+from fsdptrain.errors import CheckpointError, FsdptrainError, KernelFailed, RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.launch.device_errors import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
 from fsdptrain.launch.launcher import POLL_S
@@ -69,21 +69,21 @@ def main() -> None:
     for number in (STOP_SIGNAL, JOIN_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # must not kill a worker that has no handler yet
     kills = kills_for_memory()
-    with scratch_folder() as scratch:
-        if plan.topology.nnodes == 1:
-            failures = run_on_this_node(plan, plan_path, worker, scratch)
-        else:
-            try:
+    try:
+        with scratch_folder() as scratch:
+            if plan.topology.nnodes == 1:
+                failures = run_on_this_node(plan, plan_path, worker, scratch)
+            else:
                 failures = run_torchrun(plan, plan_path, worker, scratch, pipe)
-            except RecipeError as error:  # at the meeting place
-                refuse(pipe, error)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
-        if failures:
-            tell(pipe, first_failure(failures, plan.rundir.rank_log, kills_for_memory() > kills))
-            sys.exit(1)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
+            if failures:
+                tell(pipe, first_failure(failures, plan.rundir.rank_log, kills_for_memory() > kills))
+                sys.exit(1)
+    except (RecipeError, CheckpointError) as error:  # at the meeting place, or of a full disk
+        refuse(pipe, error)
 
 
-def refuse(pipe: int, error: RecipeError) -> NoReturn:
+def refuse(pipe: int, error: FsdptrainError) -> NoReturn:
     """Exit because the workers cannot be started, and tell the launcher why."""
     tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
     sys.exit(1)

@@ -11,20 +11,17 @@ from fsdptrain.config.paths import places
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import listed
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.plan.plan import BY_LENGTH, Plan
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
 
 
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return a labelled line each for run, model, data, ranks, batch, learning rate; what is trained; the Hub."""
-    works = f"in {short_path(rundir.root)}, uploaded with each checkpoint and at the end"
     lines = {
-        "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {rundir.url or short_path(rundir.root)}",
-        "works": works if rundir.url else "",
+        "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {short_path(rundir.root)}",
         "model": _describe_model(plan),
         "trains": _describe_trained(plan) if plan.freezes else "",
         "data": _describe_data(plan),
-        "packs": _PACKED_BY_LENGTH.get(plan.recipe.data.packing, "") if earlier.layout == BY_LENGTH else "",
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),
         "lr": _describe_schedule(plan),
@@ -34,12 +31,6 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
         state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
         lines["hub"] = f"{', '.join(names)}: {state}"
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items() if text)
-
-
-_PACKED_BY_LENGTH = {  # how the version that began the run packed
-    "bfd": "longest rows first, as the version that started this run packed; a new run shuffles and learns faster",
-    "concat": "rows in the order of the files, as the version that started this run packed; a new run shuffles",
-}
 
 
 def _describe_state(rundir: RunDir, earlier: EarlierAttempts) -> str:

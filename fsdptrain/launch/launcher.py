@@ -32,17 +32,16 @@ from fsdptrain.errors import (
     KilledForMemory,
     NodeWaits,
     NotMet,
-    RunLost,
     Stopped,
     StorageError,
     WorkerError,
     WorkerLost,
     from_record,
 )
-from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
+from fsdptrain.folder.events import cut_partial_lines, record_restart
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
-from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.plan.gpus import default_settings
@@ -133,39 +132,6 @@ def launch(
                 lock_run(lock, rundir)
 
 
-def upload_export(plan: Plan, screen: Screen) -> None:
-    """Upload the files of a finished run, and its export last, if `output_dir` is in an object store.
-
-    Only the node of rank 0 has them. Raises StorageError if the store refuses, RunLost if another machine has taken
-    over the run, and Stopped after a stop signal.
-    """
-    rundir, store = plan.rundir, RunStore.of(plan.rundir)
-    if store is None or (plan.topology.nnodes > 1 and not store.is_writer()):
-        return
-    said = False
-
-    def show_stop() -> None:
-        nonlocal said
-        if stop.count and not said:
-            screen.say(f"{stop.by}: stopping after what is being sent ({stop.by} again: stop now)")
-            said = True
-        if stop.count > 1:
-            screen.say("stopped while the export was uploaded; run the same command to continue")
-            screen.__exit__()
-            os._exit(Stopped.exit_code)  # the threads that send would go on
-
-    try:
-        with StopRequest() as stop, screen.busy("uploading the run"):
-            store.push()
-            store.push_export(stop, lambda *fields: screen.show(progress_record(*fields)), show_stop)
-    except RunLost:
-        raise
-    except StorageError as error:
-        raise StorageError(f"{error}\nnothing is lost: the same command uploads what is in {rundir.root}") from None
-    if store.exported_step() is not None:
-        screen.say(f"the export is in {store.root / EXPORT}")
-
-
 def agent_environment(plan: Plan) -> dict[str, str]:
     """Return the environment of the agent, which its workers inherit; what the user has set for them is kept.
 
@@ -186,8 +152,6 @@ def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     else:
         settings |= default_settings(environment)
-    if plan.recipe.fsdp.symmetric_memory:
-        settings["NCCL_CTA_POLICY"] = "2"  # zero multiprocessors: gathers go through copy engines
     return {name: value for name, value in settings.items() if name not in environment}
 
 
@@ -232,6 +196,7 @@ class Attempt:
         self._tails = (Tail(self.rundir.metrics), Tail(self.rundir.progress))
         self._started = time.monotonic()
         self._refusal: dict[str, str] = {}  # of another node, before they met
+        self._errors: dict[int, Record] = {}  # by rank, the first that it has written as an event
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
 
@@ -242,7 +207,7 @@ class Attempt:
         read, write = os.pipe()
         with (
             os.fdopen(read, "rb") as pipe,
-            self.rundir.launcher_log.open("ab") as log,
+            open_to_append(self.rundir.launcher_log) as log,
             ThreadPoolExecutor(1) as reader,  # reads while the agent runs: a pipe holds 64 KiB, then its writer waits
         ):
             agent = subprocess.Popen(
@@ -318,6 +283,8 @@ class Attempt:
                 records += tail.read()
         for record in sorted(records, key=lambda record: float(record["at"])):
             if self._met:
+                if record["event"] == "error" and "rank" in record:
+                    self._errors.setdefault(record["rank"], record)
                 self.screen.show(record)
             else:
                 self._note_other(record)
@@ -431,7 +398,9 @@ class Attempt:
         # Ctrl-C to the agent, too, in the moment before it has a session of its own.
         unprepared = self.stop.count and (-code in STOP_SIGNALS or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
-            raise explain(cause, self.rundir, self._when(), hosts)
+            # Where the disk of temporary files is full, the agent has no record.
+            record = cause.get("record") or self._errors.get(cause["rank"])
+            raise explain({**cause, "record": record}, self.rundir, self._when(), hosts)
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"

@@ -50,7 +50,7 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     yield _line("longer", [*_command(words, LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
-        again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{rundir.url or _shown(rundir.root)}-2"}
+        again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{_shown(rundir.root)}-2"}
         yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
 
 

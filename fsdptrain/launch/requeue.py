@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdptrain.config.paths import working_folder
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.folder.records import Tail
 from fsdptrain.folder.rundir import RunDir
 
@@ -44,14 +44,14 @@ def main() -> None:
     LOGS is the folder of the job's log, CODE the exit code of the step, SINCE when it began (seconds since 1970).
     """
     output_dir, logs, code, since = sys.argv[1:]
-    rundir = RunDir.open(working_folder(output_dir))
+    rundir = RunDir.open(Path(output_dir).absolute())
     notes = Path(logs) / f"slurm-{os.environ['SLURM_JOB_ID']}-requeues.jsonl"
     try:
         step = max(rundir.checkpoint_steps(), default=0)
         errors = errors_since(rundir, float(since))
         verdict = judge(int(code), errors, step, list(Tail(notes, from_end=False).read()))
         if verdict.worth_it:
-            with notes.open("a", encoding="utf-8") as stream:
+            with open_to_append(notes) as stream:
                 stream.write(
                     json.dumps({"event": "requeue", "at": time.time(), "step": step, "cause": verdict.cause}) + "\n"
                 )

@@ -19,13 +19,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.attempts.holder import holder_of
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.folder.ownership import is_marked, read_export_record
 from fsdptrain.folder.records import Record, RunState, Tail, by_loss, waits_for_slow_ranks, without_better
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.processes import STOP_SIGNAL, Interrupted
@@ -64,7 +62,7 @@ class Waiting:
         why = "no attempt has started yet; its job may be in the queue of a scheduler"
         if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
             why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
-        return UNKNOWN | {"state": "waiting", "why": why, "run_dir": self.rundir.place}
+        return UNKNOWN | {"state": "waiting", "why": why, "run_dir": str(self.rundir.root)}
 
 
 class Observer:
@@ -72,7 +70,7 @@ class Observer:
 
     def __init__(self, rundir: RunDir) -> None:
         """Raise RecipeError if the folder has no plan that this version can read."""
-        self.rundir, self._store = rundir, RunStore.of(rundir)
+        self.rundir = rundir
         try:
             self.plan = open_plan(rundir.plan)
         except (FileNotFoundError, NotADirectoryError):
@@ -94,13 +92,13 @@ class Observer:
         here = is_locked(self.rundir)
         state, why = self._state(made, total, silent_s, here)
         running = state == "running"
-        late = running and (here or self.rundir.url is None) and self._is_late(silent_s)
+        late = running and self._is_late(silent_s)
         checkpoint, world = self._checkpoint(now), self._newest_plan.topology.world_size
         return {
             "state": state,
             "why": why,
             "name": self.plan.recipe.name,
-            "run_dir": self.rundir.place,
+            "run_dir": str(self.rundir.root),
             "ranks": world,
             "nodes": self._newest_plan.topology.nnodes,
             "nodes_allowed": [*node_range(self.plan.recipe.launch.nnodes)] if self.plan.topology.is_elastic else None,
@@ -126,7 +124,7 @@ class Observer:
             "unsaved_steps": max(0, made - self._run.saved_step),
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
-            "export": self._export_place(),
+            "export": self._last.get("export", {}).get("path"),
             "trackers": self._trackers(),
             "skipped": self._skipped(),
         }
@@ -160,8 +158,6 @@ class Observer:
             if early := self._last.get("early_stop"):
                 return "finished", f"{without_better(early)}: ended after step {made:,} of {total:,}"
             return "finished", f"all {counted(made, 'step')} are trained"
-        if self.rundir.url is not None and not here:
-            return self._state_in_store()
         if self._meets_again(silent_s):
             return "running", "workers were lost; the other nodes meet again"
         if self._run.ends and not here and self._stage() is None:  # else it was started again, and prepares
@@ -193,14 +189,6 @@ class Observer:
             steps = LATE_STEPS + self.plan.recipe.log.every
             limit = max(LATE_S, steps * statistics.fmean(self._run.step_times))
         return silent_s is not None and silent_s > limit
-
-    def _state_in_store(self) -> tuple[str, str]:
-        """Return the state of a run in an object store, which has the records of the newest upload."""
-        if holder := holder_of(self.rundir):
-            return "running", f"on {holder}, or was lost there; these records are of the newest checkpoint"
-        return (
-            self._end() if self._run.ends else ("killed", "no process has claimed it, and none recorded why it ended")
-        )
 
     def _meets_again(self, silent_s: float | None) -> bool:
         """Return whether a node of an elastic run was lost a moment ago, and no launcher has given up since."""
@@ -235,9 +223,6 @@ class Observer:
         if total is None or (made < total and "early_stop" not in self._last):
             return False
         exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
-        if exported and self._store:
-            # Else it is being uploaded, or the store has refused it.
-            return self._store.exported_step() == self._last["export"].get("step", made)
         return exported or (not self.plan.recipe.export.at_end and made == self._last.get("save", {}).get("step"))
 
     def _stage(self) -> dict[str, Any] | None:
@@ -261,10 +246,6 @@ class Observer:
         if save is None or save["step"] != step:
             return {"step": step, "path": None, "age_s": None}
         return {"step": step, "path": save["path"], "age_s": max(0.0, now - save["at"])}
-
-    def _export_place(self) -> str | None:
-        path = self._last.get("export", {}).get("path")
-        return str(self._store.root / EXPORT) if path and self._store else path
 
     def _trackers(self) -> dict[str, list[str]]:
         """Return the URL, or the words of the command, that shows the run in each tracker that has begun it."""

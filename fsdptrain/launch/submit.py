@@ -118,8 +118,8 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """The folder for the output of the job: in the run folder, or here if that is in an object store."""
-        return self.plan.rundir.logs if self.plan.rundir.url is None else Path.cwd()
+        """The folder for the output of the job."""
+        return self.plan.rundir.logs
 
     def size_keys(self) -> list[str]:
         """Return the overrides that give any plan the size of this job."""
@@ -242,12 +242,11 @@ def submit_to_slurm(job: Job, script: str) -> str:
             "there is no sbatch on this machine: --dry-run prints the script for Slurm; for other clusters and clouds, "
             "take a file of `fsdptrain recipes list clusters` (docs/clouds.md)"
         )
-    run, new = job.logs.parent, []
-    if job.plan.rundir.url is None:
-        new = [path for path in (job.logs, run / MARK, run, *run.parents) if not path.exists()]
-        run.mkdir(parents=True, exist_ok=True)
-        write_mark(run)
-        job.logs.mkdir(exist_ok=True)
+    run = job.logs.parent
+    new = [path for path in (job.logs, run / MARK, run, *run.parents) if not path.exists()]
+    run.mkdir(parents=True, exist_ok=True)
+    write_mark(run)
+    job.logs.mkdir(exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
         with contextlib.suppress(OSError):  # a folder that another process has written to stays

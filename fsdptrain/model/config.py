@@ -54,6 +54,11 @@ NOT_COMPARED = {*WITHOUT_EFFECT, *ONLY_IN_TRAINING, "auto_map", "tokenizer_class
 
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
 
+TIES = "tie_word_embeddings"
+
+# Keys with the number of layers for multi-token prediction, which transformers does not build and servers look for.
+MTP_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
+
 
 def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     """Return the configuration of `model.config` if it has a `model_type`, else that of `model.id` with its overrides.
@@ -89,6 +94,13 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
         with recipe_errors("model.config"):
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
             _register_own_classes(plan, own, config)
+        # Layers for multi-token prediction belong to the layers of the files.
+        if (depth := layer_values(known.get_text_config(), "num_hidden_layers")) and depth != layer_values(
+            config.get_text_config(), "num_hidden_layers"
+        ):
+            announce_no_mtp(config)
+    if not plan.pretrained:
+        announce_no_mtp(config)
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         for part in config_parts(config):
@@ -127,11 +139,27 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
     positions = {"max_position_embeddings"} if _rope_types(config) <= {"default"} else set()
     for name, value in config.get_text_config().to_dict().items():
         ignored = name in ONLY_IN_TRAINING or name in positions or re.search(r"dropout|_pdrop$", name)
-        if not ignored and value != there.get(name):
+        of_files = MTP_LAYERS.fullmatch(name) or (name == TIES and TIES not in model.config)  # see `weights.fit_config`
+        if not ignored and not of_files and value != there.get(name):
             raise RecipeError(
                 f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "
                 "use export.adapter: merged, or change config.json in a copy of the model"
             )
+
+
+def announced_mtp(config: Any) -> int | None:
+    """Return how many layers for multi-token prediction a configuration announces; None if it has no such key."""
+    counts = [
+        vars(part).get(name) for part in config_parts(config) for name in vars(part) if MTP_LAYERS.fullmatch(name)
+    ]
+    return max((count for count in counts if isinstance(count, int)), default=None)
+
+
+def announce_no_mtp(config: Any) -> None:
+    """Let a configuration announce no layers for multi-token prediction: the exported files will have none."""
+    for part in config_parts(config):
+        for name in [name for name in vars(part) if MTP_LAYERS.fullmatch(name)]:
+            setattr(part, name, 0)
 
 
 def resolved_values(config: PreTrainedConfig) -> dict[str, Any]:
@@ -145,7 +173,7 @@ def resolved_values(config: PreTrainedConfig) -> dict[str, Any]:
         inner = vars(config).get(name)  # an attribute that differs between layers raises an error
         if isinstance(inner, PreTrainedConfig):
             found |= {f"{name}.{key}": each for key, each in resolved_values(inner).items()}
-        elif name not in ignored:
+        elif name not in ignored and not MTP_LAYERS.fullmatch(name):
             found[name] = json.loads(json.dumps(value, default=str))
     return found
 

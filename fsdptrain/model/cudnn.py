@@ -1,7 +1,7 @@
 """cuDNN's attention for rows of one document: torch takes it on Hopper and Blackwell, where it is faster than varlen.
 
-It is reached as `sdpa`. Rows that are never packed need no mask: padding is at their end, hidden by causality from the
-tokens before it, and has no labels. The price is that a short document is computed as a full row.
+It is reached as `sdpa`. Such rows need no mask: padding is at their end, hidden by causality from the tokens before it,
+and has no labels. The price is that a short document is computed as a full row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def computes(plan: Plan, bare: Any) -> bool:
     `bare` is the model's skeleton with varlen attention, which ranks that share rows need. Windows need a mask. torch
     excludes cuDNN where algorithms must be deterministic, and `varlen.avoid_wrong_kernel` excludes some lengths.
     """
-    data, train = plan.recipe.data, plan.recipe.train
-    if plan.context > 1 or data.packing != "none" or data.seq_len % 128 or train.deterministic:
+    recipe, seq_len = plan.recipe, plan.recipe.data.seq_len
+    if plan.context > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
         return False
     return all(
         each.size == each.of_values <= LARGEST_HEAD and each.size % 8 == 0 and not each.window

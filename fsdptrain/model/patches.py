@@ -30,6 +30,7 @@ RELIES_ON = {
     # Used as they are: by skeleton and weights,
     "transformers.PreTrainedModel._initialize_weights": {"f61be38943fe": "5.23.0"},  # the flag `_is_hf_initialized`
     "transformers.PreTrainedModel._get_dtype_plan": {"9ef80238ec5a": "5.23.0"},
+    "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": {"82ffcc857800": "5.24.0"},
     "transformers.PreTrainedConfig._attn_implementation": {"0ecad559168e": "5.23.0"},
     "transformers.PreTrainedModel._supports_flash_attn": {"60a33e6cf515": "5.23.0"},
     # by units and init,

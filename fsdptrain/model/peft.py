@@ -13,7 +13,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +30,7 @@ from fsdptrain.folder.files import openable
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta
-from fsdptrain.model.units import full_name
+from fsdptrain.model.units import full_name, token_parameters
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -266,12 +266,28 @@ def check_adapter_file(model: Any, folder: Path) -> None:
             f"adapter.from: cannot read {path}: {error_summary(error)}; copy the file again, or export the adapter "
             "again"
         ) from None
+    for key, name in copies_of_base(model, found.keys() - expected.keys()).items():
+        expected[key] = tuple(model.get_parameter(adapted_name(model, name)).shape)
+        if found[key] != expected[key]:
+            raise RecipeError(
+                f"adapter.from: {path} has a copy of the base's {name} of shape {found[key]}, and the model needs "
+                f"{expected[key]}, so its base had other tokens: merge both with peft, and name the result in model.id"
+            )
     if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
         key = wrong[0]
         raise RecipeError(
             f"adapter.from: {path} does not fit {type(model).__name__}: {key} is {found.get(key, 'missing')}, the "
             f"model needs {expected.get(key, 'no such tensor')}; name the model of this adapter in model.id"
         )
+
+
+def copies_of_base(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Return the tensors of an adapter's file that peft has copied from its base: key → name in the model without it.
+
+    It saves the embedding, and the head, if they have an adapter or its caller has asked for it.
+    """
+    names = {base_name(name) for name in token_parameters(model) if not is_adapter(name)}
+    return {key: name for key in sorted(keys) if (name := base_name(key.removeprefix(PREFIX))) in names}
 
 
 def _read_adapter(model: Any, folder: Path, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.config.schema import Fsdp
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.plan.plan import Plan
 
 
@@ -72,6 +75,17 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
 
 
+def nonfinite_names(model: Any) -> list[str]:
+    """Return the names of the saved tensors of which this process holds values that are not finite."""
+    own = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in saved_state(model).items()}
+    return [name for name, tensor in own.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+
+
+def nonfinite_note(names: Collection[str]) -> str:
+    """Return a sentence on tensors with values that are not finite."""
+    return f"{listed([*names], 3)} {'has' if len(names) == 1 else 'have'} values that are not finite"
+
+
 def units_of(model: Any, wrap: Any) -> list[Unit]:
     """Return the units of a skeleton in forward order; the root holds what is in no unit.
 
@@ -101,6 +115,29 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
     return units
+
+
+def in_buckets(units: list[Unit], fsdp: Fsdp) -> list[Unit]:
+    """Return the units of a skeleton, neighbours as one while their gradients have at most `fsdp.bucket_cap_mb`.
+
+    Backward begins at the last unit, so what is left over is the first one, whose all-reduce no compute hides.
+    """
+    if fsdp.bucket_cap_mb is None:
+        return units
+    width = getattr(torch, fsdp.mixed_precision.reduce_dtype).itemsize
+    found: list[Unit] = []
+    room = 0
+    for unit in reversed(units):
+        params = {param for module in unit.modules for param in module.parameters() if param.requires_grad}
+        size = width * sum(param.numel() for param in params)
+        if found and size <= room:
+            name = f"{unit.name} to {found[-1].name.rpartition(' to ')[2]}"
+            found[-1] = Unit(name, [*unit.modules, *found[-1].modules])
+            room -= size
+        else:
+            found.append(unit)
+            room = fsdp.bucket_cap_mb * 2**20 - size
+    return found[::-1]
 
 
 def tied(model: Any) -> bool:

@@ -218,9 +218,9 @@ def _obstacle_in_forward(bare: Any) -> str | None:
 
 
 def mask_note(plan: Plan, bare: Any) -> str | None:
-    """Return a note if packed documents are told apart by a mask on a GPU; `plan` has the kernel that is used."""
-    kernel, packing = plan.recipe.model.attn_implementation, plan.recipe.data.packing
-    if plan.topology.device != "cuda" or kernel not in ("sdpa", "eager") or packing == "none":
+    """Return a note if a mask tells documents of a sequence apart on a GPU; `plan` has the kernel that is used."""
+    kernel, together = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
+    if plan.topology.device != "cuda" or kernel not in ("sdpa", "eager") or not together:
         return None
     reason = obstacle(plan, bare)
     return reason and (

@@ -6,7 +6,11 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +23,26 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
+from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, str_to_torch_dtype
 
-from fsdptrain.data.hub import recipe_errors, safetensors_files
+from fsdptrain.config.adapter import ADAPTER_WEIGHTS
+from fsdptrain.data.hub import recipe_errors, safetensors_files, same_values
 from fsdptrain.errors import RecipeError, listed
 from fsdptrain.folder.events import Progress
+from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
-from fsdptrain.model.peft import without_adapters
+from fsdptrain.model.peft import copies_of_base, saved_names, without_adapters
+from fsdptrain.model.skeleton import config_parts
 from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
 
 MEAN_ROWS = 2**14  # of an embedding that are in memory while their mean is computed
+
+# The ends of names of tensors that older versions of transformers saved and that are computed today; a bias of
+# attention is such a mask where transformers ignores it.
+BUFFERS = re.compile(r"(inv_freq|masked_bias|causal_mask|position_ids|\.version)$")
+MASKS = re.compile(r"(attn|attention)\.bias$")
 
 
 def allocate(model: Any, device: torch.device) -> None:
@@ -66,11 +78,9 @@ def read_weights(
     `added` are the ids of `model.add_tokens`, whose rows become the mean of those before them. Raises
     RecipeError if the files do not fit the architecture.
     """
-    with contextlib.ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in safetensors_files(plan):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    with _opened(safetensors_files(plan)) as slices:
+        known = stored_names(bare, slices).known
+        slices = {key: each for key, each in slices.items() if key in known}
         with without_adapters(model):
             slices = _as_stored(model, _counted(_with_added_rows(bare, slices, plan, added), progress))
             _fill(model, bare, slices, plan, device, quantizer)
@@ -78,18 +88,182 @@ def read_weights(
         model.get_parameter(name).requires_grad_(False)
 
 
-def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
-    """Raise RecipeError if `read_weights` would; reads only the headers of the files.
+@contextlib.contextmanager
+def _opened(files: list[str]) -> Iterator[dict[str, Any]]:
+    """Give the slices of the tensors of safetensors files, by their names there, inside the context."""
+    with contextlib.ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in files:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        yield slices
 
-    `bare` is a skeleton, which is not changed.
+
+def check_weights(bare: Any, plan: Plan, files: list[str]) -> StoredNames:
+    """Return what becomes of the tensors of the files; reads only their headers. `bare` is a skeleton.
+
+    Raises RecipeError if `read_weights` would, or for tensors that neither the architecture nor the recipe knows.
     """
-    slices: dict[str, Any] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                piece = opened.get_slice(name)
-                slices[name] = _Header(piece.get_shape(), piece.get_dtype())
-    _fill(copy.deepcopy(bare), bare, _with_added_rows(bare, slices, plan), plan, torch.device("meta"))
+    with _opened(files) as opened:
+        slices = {name: Header(each.get_shape(), each.get_dtype()) for name, each in opened.items()}
+    ignored = plan.recipe.model.ignore_weights
+    names = stored_names(bare, slices, ignored)
+    known = {key: each for key, each in slices.items() if key in names.known}
+    _fill(copy.deepcopy(bare), bare, _with_added_rows(bare, known, plan), plan, torch.device("meta"))
+    if names.unknown:
+        raise RecipeError(
+            f"model.id: {plan.recipe.model.id} does not fit the architecture: unknown: {listed(names.unknown, 3)}; to "
+            "train and export the model without these tensors, list their names or patterns in model.ignore_weights"
+        )
+    if idle := [each for each in ignored if not any(fnmatchcase(name, each) for name in names.ignored)]:
+        raise RecipeError(
+            f"model.ignore_weights: {idle[0]!r} matches no tensor that {type(bare).__name__} does not know: remove it"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What becomes of the tensors of a model's files, by their names there.
+
+    `known` are read. The architecture has no place for the others: `carried` ones are exported as they are, because
+    servers read them, `dropped` and `ignored` (by the recipe) ones are not, and `unknown` ones are an error.
+    """
+
+    known: dict[str, str]  # name in the files → in the model
+    carried: list[str]
+    dropped: list[str]
+    ignored: list[str]
+    unknown: list[str]
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence on the tensors that are carried, and one on those that are dropped."""
+        found = {"are not trained and are exported as they are": self.carried, "are not read": self.dropped}
+        return [
+            f"model.id: {len(names)} tensors of the files that transformers has no place for {what}: {listed(names, 2)}"
+            for what, names in found.items()
+            if names
+        ]
+
+
+def stored_names(bare: Any, keys: Iterable[str], ignored: Sequence[str] = ()) -> StoredNames:
+    """Return what becomes of the tensors of files; `bare` is a model or skeleton, `ignored` are names and patterns.
+
+    What transformers ignores in files of this architecture, and the layers for multi-token prediction that the
+    configuration announces, are carried, unless it announces none; old buffers are dropped.
+    """
+    names, state = _loaded_names(bare, [*keys]), bare.state_dict().keys() | bare.all_tied_weights_keys.keys()
+    others = {key: name for key, name in names.items() if name not in state}
+    # Let transformers remove what it ignores from the names that it does not know.
+    info = LoadStateDictInfo(set(), {*others.values()}, set(), [], {}, set())
+    bare._adjust_missing_and_unexpected_keys(info)
+    announced, computed = announced_mtp(bare.config), {name for name, _ in bare.named_buffers()}
+    computed |= {name.removeprefix(f"{bare.base_model_prefix}.") for name in computed}
+    found = StoredNames({key: name for key, name in names.items() if name in state}, [], [], [], [])
+    for key, name in others.items():
+        layer, ignorable = _mtp_layer(bare, name), name not in info.unexpected_keys
+        unwanted = MASKS.search(key) or (layer is not None and announced == 0)
+        if any(fnmatchcase(key, pattern) for pattern in ignored):
+            found.ignored.append(key)
+        elif name in computed or BUFFERS.search(key) or (ignorable and unwanted):
+            found.dropped.append(key)
+        elif ignorable or (layer is not None and layer < (announced or 0)):
+            found.carried.append(key)
+        else:
+            found.unknown.append(key)
+    return found
+
+
+def _mtp_layer(bare: Any, name: str) -> int | None:
+    """Return the number of the layer for multi-token prediction that a tensor belongs to, from 0; None if to none.
+
+    They are called so (`mtp.fc.weight`, which counts as the first), or follow the decoder layers.
+    """
+    numbered = re.search(r"(^|\.)layers\.(\d+)\.", name)
+    number = int(numbered[2]) if numbered else 0
+    if re.search(r"(^|[._])mtp([._]|$)", name):
+        return number
+    depth = getattr(bare.config.get_text_config(), "num_hidden_layers", None)
+    return number - depth if numbered and isinstance(depth, int) and number >= depth else None
+
+
+def fit_config(config: Any, bare: Any, plan: Plan, files: list[str]) -> list[str]:
+    """Let a configuration describe the files of `model.id` as transformers reads them. Return a note on each change.
+
+    `bare` is its skeleton, which must be built again after a change: weights that the architecture ties, and that have
+    different values in the files, are untied. Raises RecipeError where only some of them are.
+    """
+    notes = []
+    if apart := _untied(bare, plan, files):
+        tensors = f"{apart[0]} and {bare.all_tied_weights_keys[apart[0]]}"
+        if TIES in plan.recipe.model.config:
+            raise RecipeError(
+                f"model.config.{TIES}: true, but {tensors} have different values in {plan.recipe.model.id}: remove it"
+            )
+        if equal := [name for name in bare.all_tied_weights_keys if name not in apart]:
+            raise RecipeError(
+                f"model.id: {tensors} have different values in {plan.recipe.model.id}, and {type(bare).__name__} would "
+                f"also untie {equal[0]}: store every tensor in its files and set {TIES}: false in its config.json"
+            )
+        for part in config_parts(config):
+            setattr(part, TIES, False)
+        notes.append(
+            f"model.id: {tensors} have different values in the files, so they are trained and exported as two weights, "
+            f"although config.json has {TIES}: true"
+        )
+    with _opened(files) as slices:
+        carried = stored_names(bare, slices).carried
+    if announced_mtp(config) and all(_mtp_layer(bare, name) is None for name in carried):
+        announce_no_mtp(config)
+        notes.append(
+            "model.id: config.json announces layers for multi-token prediction, which the files do not have: the "
+            "export announces none"
+        )
+    return notes
+
+
+def _untied(bare: Any, plan: Plan, files: list[str]) -> list[str]:
+    """Return the names of tied parameters for which files have other values than for the one that they share."""
+    groups: dict[str, list[str]] = {}
+    for name, source in bare.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(name)
+    apart: list[str] = []
+    with _opened(files) as slices:
+        stored = {name: slices[key] for key, name in _loaded_names(bare, list(slices)).items()}
+        for same in groups.values():
+            first, *others = [name for name in same if name in stored] or same[:1]
+            dtype = getattr(torch, plan.recipe.model.dtype)
+            apart += [name for name in others if not same_values(stored[first], stored[name], dtype)]
+    return apart
+
+
+def check_copies(trained: Any, bare: Any, plan: Plan, files: list[str]) -> None:
+    """Raise RecipeError if the adapter to continue from has copies of weights of its base that differ from the files.
+
+    `trained` and `bare` are skeletons with and without the adapter.
+    """
+    path = Path(str(plan.recipe.adapter.from_)) / ADAPTER_WEIGHTS
+    expected, aliases = saved_names(trained).values(), _aliases(bare)
+    with _opened(files) as slices, _opened([str(path)]) as copied:
+        stored = {name: slices[key] for key, name in _loaded_names(bare, list(slices)).items()}
+        for key, name in copies_of_base(trained, copied.keys() - expected).items():
+            original = next((stored[each] for each in aliases.get(name, [name]) if each in stored), None)
+            if original is None:
+                continue  # which `check_weights` reports
+            dtypes = [str_to_torch_dtype[each.get_dtype()] for each in (copied[key], original)]
+            if not same_values(copied[key], original, min(dtypes, key=lambda dtype: dtype.itemsize)):
+                raise RecipeError(
+                    f"adapter.from: {path} has a copy of the base's {name}, whose values differ from those in "
+                    f"{plan.recipe.model.id}: name the base with these values in model.id"
+                )
+
+
+@contextlib.contextmanager
+def carried_tensors(bare: Any, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Give the slices of the tensors of `model.id` that are exported as they are, inside the context."""
+    with _opened(safetensors_files(plan)) as slices:
+        yield {name: slices[name] for name in stored_names(bare, slices, plan.recipe.model.ignore_weights).carried}
 
 
 def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
@@ -157,14 +331,12 @@ def _fill(
     quantizer: RowQuantizer | None = None,
 ) -> None:
     """Fill `model` from the tensors of a checkpoint, slices or headers only. Raises RecipeError if they do not fit."""
+    names = [*names_by_parameter(model).values()]
     info = _load(model, bare, slices, plan, device, quantizer)
-    # What transformers found is an error here: a weight that is missing, unknown or of another shape.
-    model.tie_weights()
-    names = names_by_parameter(model).values()  # one of several names in the files is enough
+    # What transformers found is an error here: a weight that is missing (under all of its names) or of another shape.
     missing = sorted(same[0] for same in names if info.missing_keys.issuperset(same))
-    unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
     reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
-    faults = {"of another shape": reshaped, "missing": missing, "unknown": unexpected}
+    faults = {"of another shape": reshaped, "missing": missing}
     for what, found in faults.items():
         if found:
             raise RecipeError(
@@ -172,6 +344,7 @@ def _fill(
             )
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)  # to the one that was read
 
 
 def _load(
@@ -199,7 +372,7 @@ def _load(
     return info
 
 
-class _Header:
+class Header:
     """A tensor of a file of which only shape and dtype are known; reading it gives a tensor on the meta device."""
 
     def __init__(self, shape: list[int], dtype: str) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -25,6 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -41,6 +41,12 @@ RELIES_ON = {
         "323868f31033": "2.11.0",
         "5904f00326c3": "2.13.0",
         "280fdb4fdf51": "2.15.0",
+    },
+    # Calls the extensions that `gather_itself` gives a shard (the `_local_tensor` of a DTensor).
+    f"{FSDP}._fsdp_param.FSDPParam.init_unsharded_param": {
+        "d597bfb80142": "2.11.0",
+        "8b4fc84a6685": "2.13.0",
+        "db44419126ea": "2.15.0",
     },
     # Replaced by `resharding_to`.
     f"{FSDP}._fsdp_init._get_post_forward_mesh_info": {"b3e1d55b6ef7": "2.11.0 2.13.0 2.15.0"},
@@ -109,6 +115,27 @@ def keep_float32(model: nn.Module, wide: set[int]) -> None:
             other.fsdp_params = apart
             group.fsdp_params = [param for param in group.fsdp_params if param not in apart]
             groups.append(other)
+
+
+def gather_itself(param: DTensor) -> None:
+    """Let a parameter of a sharded model, of which this rank has all rows, be its own gathered parameter.
+
+    By FSDP2's extensions a shard names what is gathered, here nothing, and which tensor the parameter becomes, here
+    itself. They are attributes of the local tensor, which FSDP2 reads before the first forward.
+    """
+    shard: Any = param._local_tensor
+    if shard.storage_offset() == 0:  # FSDP2 takes the parameter from the beginning of the tensor's memory
+        shard.fsdp_pre_all_gather = functools.partial(_gather_nothing, shard)
+        shard.fsdp_post_all_gather = _become_the_shard
+
+
+def _gather_nothing(shard: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+    return (shard.new_empty(0),), shard
+
+
+def _become_the_shard(gathered: Any, shard: torch.Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
+    """Return the parameter, and nothing that is freed with it; None for an `out` that was returned before."""
+    return (shard, ()) if out is None else None
 
 
 @contextlib.contextmanager
@@ -207,10 +234,7 @@ class NamedComm:
 
 
 def wrap_communications(model: nn.Module, wrap: Callable[[Any, CollectiveKind, str], Any]) -> None:
-    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`.
-
-    `set_symm_mem_for_comm` comes before: FSDP2 refuses it for a communication that was replaced.
-    """
+    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`."""
     for unit, groups in groups_of_units(model).items():
         for group in groups:
             group._all_gather_comm = wrap(group._all_gather_comm, "all-gather", unit)
@@ -225,14 +249,6 @@ def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None
     wrap_communications(
         model, lambda comm, kind, unit: NamedComm(comm, kind, unit, copies if kind == "reduction" else None)
     )
-
-
-def separate_reductions(model: Any, timeout: timedelta) -> None:
-    """Reduce the gradients of a sharded model in groups of their own, whose collectives may take `timeout`."""
-    model.set_separate_reduce_scatter_group()
-    for group in itertools.chain(*groups_of_units(model).values()):
-        with contextlib.suppress(RuntimeError):  # a fake group has no timeout
-            group.mesh_info.reduce_scatter_process_group.set_timeout(timeout)
 
 
 def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
@@ -25,20 +26,20 @@ from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import Unit, decoder_layers, units_of
+from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
     allow_graphs,
+    gather_itself,
     keep_float32,
     keeps_integers,
     leave_open,
     name_collectives,
     resharding_to,
-    separate_reductions,
     takes_two_dtypes,
 )
 from fsdptrain.parallel.recompute import KERNELS, recompute
-from fsdptrain.parallel.world import World, collective_timeout, first_row
+from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()
-    else:
-        find_documents_without_waiting(recipe.data.packing != "none")
+    elif world.device.type == "cuda":  # a simulation chooses itself whether masks are built
+        find_documents_without_waiting(recipe.documents_share_sequences)
         if recipe.model.attn_implementation == "sdpa":
             varlen.avoid_wrong_kernel(recipe.data.seq_len)
-    units = units_of(model, recipe.fsdp.wrap)
+    units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model, plan.compiles)
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
@@ -119,11 +120,6 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     if model.float32_names:
         keep_float32(model, {id(param) for name, param in model.named_parameters() if name in model.float32_names})
     set_prefetch(units, fsdp)
-    # The group comes before the buffers, which it maps, and both before the names, which wrap FSDP2's communications.
-    if fsdp.separate_reduce_scatter:
-        separate_reductions(model, collective_timeout(plan))
-    if fsdp.symmetric_memory:
-        world.use_symmetric_memory(model)
     name_collectives(model, world.mesh.get_group(0) if world.mesh.ndim > 1 else None)
 
 
@@ -144,6 +140,21 @@ def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
     if fsdp.accumulation == "hold_shards":
         model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or not fsdp.strategy.gathers_once)
+
+
+def use_whole_shards(model: Any, plan: Plan) -> None:
+    """Compute with the shards themselves where each rank has a whole copy, unless they have another dtype.
+
+    FSDP2 would copy them at each gather, although nothing comes from other ranks: they would take memory twice. Call it
+    when the weights are allocated.
+    """
+    if not plan.has_whole_shards:
+        return
+    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
+    for name, param in model.named_parameters():
+        same = param.dtype == compute or not param.is_floating_point() or name in model.float32_names
+        if same and isinstance(param, DTensor):  # others are those of `fsdp.ignore`
+            gather_itself(param)
 
 
 class GlooReduceScatter:

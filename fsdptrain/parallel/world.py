@@ -12,9 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
@@ -144,12 +142,6 @@ class World:
         dist.all_gather_into_tensor(ranks, local)
         return ranks.view(self.size, -1)
 
-    def use_symmetric_memory(self, model: nn.Module) -> None:
-        """Let every unit of a sharded model gather and reduce in NCCL's symmetric memory (`fsdp.symmetric_memory`)."""
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_symm_mem_for_comm()
-
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""
         return HostCopy(tensor)
@@ -185,6 +177,14 @@ class World:
             return 0, 0
         counts = torch.cuda.memory_stats_as_nested_dict(self.device)
         return counts["reserved_bytes"]["all"]["current"], counts["num_alloc_retries"]
+
+    def random_state(self) -> list[list[int]]:
+        """Return the state of the generators of this rank's host and device."""
+        states = [
+            torch.get_rng_state(),
+            *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []),
+        ]
+        return [state.tolist() for state in states]
 
     def device_memory(self) -> int:
         """Return the bytes of the device's memory, or of this machine's on CPU."""

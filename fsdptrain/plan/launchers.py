@@ -50,27 +50,20 @@ MPI = (
         "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR=HOST",
     ),
     Variables(
-        "JSM", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
-        "jsrun --env MASTER_ADDR=HOST",
-    ),
-    Variables(
-        "MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE", "mpirun_rsh MASTER_ADDR=HOST",
-    ),
-    Variables(
         "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpirun -genv MASTER_ADDR HOST"
     ),
 )  # fmt: skip
 
-PALS = Variables("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "mpiexec --env MASTER_ADDR=HOST")
-
-# Variables of launchers: the number of nodes, the number of processes, and which of them this one is, from 0.
+# Variables of launchers: the number of nodes, the number of processes, and which of them this one is, from 0. Those of
+# Flux, JSM, MVAPICH2 and PALS are not read otherwise: what they start is refused instead of being several runs.
 NODE_COUNTS = (
     "SLURM_STEP_NUM_NODES", "FLUX_JOB_NNODES", "PET_NNODES", "AZUREML_NODE_COUNT", "SKYPILOT_NUM_NODES",
     "SM_HOST_COUNT",
 )  # fmt: skip
 
-PROCESS_COUNTS = (*(each.world for each in (TORCHRUN, *MPI)), "FLUX_JOB_SIZE")
+PROCESS_COUNTS = (
+    *(each.world for each in (TORCHRUN, *MPI)), "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE",
+)  # fmt: skip
 NUMBERS = ("NODE_RANK", "PMIX_RANK", "PALS_RANKID", "PBS_NODENUM")
 
 
@@ -104,10 +97,6 @@ def find_launcher(env: Environment) -> Launched | None:
             return _mpi(env, names)
     if "SLURM_STEP_ID" in env and not _is_shell(env):
         return _slurm(env)
-    if PALS.local_world in env and PALS.world in env:
-        return _mpi(env, PALS)
-    if "FLUX_TASK_LOCAL_ID" in env:
-        return _flux(env)
     if "PET_NNODES" in env:
         return _kubeflow_trainer(env)
     if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"}:
@@ -227,22 +216,11 @@ def _mpi(env: Environment, names: Variables) -> Launched:
         raise RecipeError(
             f"{names.source} does not say where rank 0 runs: give every process MASTER_ADDR, with {names.option}"
         )
-    jobs = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+    jobs = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
     job = next((env[name] for name in jobs if env.get(name)), "")
     digits = re.findall(r"\d+", job)  # `1266221057`; since Open MPI 5 `prterun-HOST-PID@1`
     port = port_of_job(int("".join(digits[-2:]))) if digits else DEFAULT_PORT
     return _started(env, names.source, place, host, port)
-
-
-def _flux(env: Environment) -> Launched:
-    """Read what Flux sets for a task; it says how many nodes there are instead of how many tasks each has."""
-    world, nnodes = _number(env, "FLUX_JOB_SIZE"), _number(env, "FLUX_JOB_NNODES")
-    if not nnodes or world % nnodes:
-        raise RecipeError(f"Flux started {world} tasks on {nnodes} nodes: start as many on each (--tasks-per-node)")
-    names = Variables(
-        "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "tasks per node", "--env=MASTER_ADDR=HOST"
-    )
-    return _mpi({**env, names.local_world: str(world // nnodes)}, names)
 
 
 def _slurm(env: Environment) -> Launched:

@@ -33,18 +33,16 @@ from fsdptrain.config.paths import (
     places,
     with_chat_template,
     with_expanded_paths,
-    working_folder,
 )
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.reflection import all_paths, flat, value_at
-from fsdptrain.config.rules import NCCL_KEYS, profile_problem
+from fsdptrain.config.reflection import all_paths, flat
+from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
 from fsdptrain.folder.files import NOTHING_THERE
 from fsdptrain.folder.records import json_object, read_text
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import URL
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED
 from fsdptrain.processes import threads_for
@@ -54,11 +52,9 @@ from fsdptrain.text import counted
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
-# again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
+# again, and runs of another version cannot be resumed.
 LAYOUT = 6
 
-BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share sequences
-EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the one that they began with
 LAYOUT_KEY = "layout"  # of LAYOUT in an identity
 KEEPS_STATE = ".kept"  # after a key of the recipe in an identity: not 0, so that the optimizer keeps state for it
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
@@ -143,13 +139,11 @@ class Plan:
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
     libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
-    layout: int = LAYOUT  # that of the run that it continues, else of this version
 
     @property
     def rundir(self) -> RunDir:
         """The run folder, and the place of the checkpoints."""
-        url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
-        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
+        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path)
 
     @property
     def sources(self) -> list[MixtureSource]:
@@ -184,6 +178,11 @@ class Plan:
         """Whether torch.compile is applied to the decoder layers."""
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
+
+    @property
+    def has_whole_shards(self) -> bool:
+        """Whether the shards of a rank are a whole copy, on its device: those in the compute dtype are not gathered."""
+        return self.shard_size == 1 and not self.recipe.fsdp.cpu_offload
 
     @property
     def context(self) -> int:
@@ -359,14 +358,11 @@ class Plan:
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:
             same[f"optim.{keeps_if}{KEEPS_STATE}"] = bool(recipe[f"optim.{keeps_if}"])
-        return fixed | same | {LAYOUT_KEY: self.layout}
+        return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def shared(self) -> Plan:
-        """Return the plan with only what must be equal on all nodes: each has its own cores, and its own cache.
-
-        The layout is not compared: the node that writes the plan takes it from the checkpoints.
-        """
-        return dataclasses.replace(self, threads=0, run_dir=self.rundir.place, layout=LAYOUT)
+        """Return the plan with only what must be equal on all nodes: each has its own cores."""
+        return dataclasses.replace(self, threads=0)
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of what must be equal on all nodes."""
@@ -454,7 +450,6 @@ def draft_plan(
     recipe, faults = with_chat_template(recipe, written.folder)
     problems += faults
     problems += elastic_problems(recipe, topology) or _division_problems(recipe, topology)
-    problems += _nccl_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
@@ -479,7 +474,7 @@ def draft_plan(
     plan = Plan(
         version=__version__,
         recipe=recipe,
-        run_dir=str(working_folder(recipe.output_dir)),
+        run_dir=str(Path(recipe.output_dir).absolute()),
         data_paths=data_paths,
         eval_path=eval_path,
         topology=topology,
@@ -519,17 +514,18 @@ ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may tak
 def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
     """Return the plan that does the same as a FULL_SHARD plan on one GPU of `memory` bytes, in less time.
 
-    One rank gathers from nobody, but FSDP copies the weights of a unit whenever it gathers them, and its gradients in
-    several passes whenever it reduces them. So the weights stay gathered for the step and gradients are held, if there
-    is ROOM for a copy of all weights in the compute dtype. Any other plan is returned as it is.
+    One rank gathers from nobody, but FSDP copies weights into the compute dtype whenever it gathers a unit, and its
+    gradients in several passes whenever it reduces them. So the weights stay gathered for the step and gradients are
+    held, if there is ROOM for a copy of all weights with another dtype. Any other plan is returned as it is.
     """
     fsdp = plan.recipe.fsdp
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
         return plan
     strategy = fsdp.strategy.fastest_alone
     counts = Counts.of(weights)
-    gathered = plan.gathered_bytes(counts) + plan.gathered_bytes(counts.of_frozen())
-    needed = plan.state_bytes(weights) + gathered + BYTES[fsdp.mixed_precision.reduce_dtype] * counts.trained
+    dtypes, frozen = fsdp.mixed_precision, plan.gathered_bytes(counts.of_frozen())
+    copied = BYTES[dtypes.param_dtype] * counts.trained if dtypes.param_dtype != plan.recipe.model.dtype else 0
+    needed = plan.state_bytes(weights) + frozen + copied + BYTES[dtypes.reduce_dtype] * counts.trained
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
@@ -619,16 +615,6 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
     divisors = ", ".join(map(str, near))
     return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
-
-
-def _nccl_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Return a problem for each key of collectives on GPUs that would have no effect on these ranks."""
-    fault = None
-    if topology.device == "cpu":
-        fault = "needs GPUs: ranks on CPUs communicate through gloo"
-    elif _shard_size(recipe, topology) == 1:
-        fault = "has no effect: a rank holds all parameters, and gathers nothing"
-    return [Problem(f"{fault}; remove it", path) for path in NCCL_KEYS if fault and value_at(recipe, path)]
 
 
 def model_name_problems(recipe: Recipe) -> list[Problem]:

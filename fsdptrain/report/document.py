@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
@@ -24,8 +23,9 @@ from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
+from fsdptrain.terminal.page import Terminal
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import NO_BREAK_SPACE, counted, duration, rate, size
+from fsdptrain.text import NO_BREAK_SPACE, counted, duration, printable, rate, size
 
 MAX_ROWS = 60  # of a time line, half of them the newest
 MAX_SAMPLES = 10  # evaluations, the newest, whose samples are shown
@@ -49,7 +49,7 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
 
     Raises RecipeError if no run has anything to show, or if there are more than have a colour.
     """
-    rundirs = {run.place: run for folder in opened for run in _runs_in(folder)}
+    rundirs = {str(run.root): run for folder in opened for run in _runs_in(folder)}
     if len(rundirs) > COLOURS:
         raise RecipeError(f"a report compares up to {COLOURS} runs, and these are {len(rundirs)}: name some of them")
     runs, left_out = list[RunHistory](), list[str]()
@@ -75,7 +75,7 @@ def _runs_in(folder: RunDir) -> list[RunDir]:
 
 
 def _opened(path: Path) -> RunDir:
-    """Return a run folder; if its plan cannot be read, as one without a store: reading it says why."""
+    """Return a run folder; if its plan cannot be read, as one without a plan: reading it says why."""
     try:
         return RunDir.open(path)
     except (RecipeError, StorageError):
@@ -107,7 +107,9 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-    return SECRET.sub("(hidden: it looks like a secret)", rendered)  # no recipe has one, but an error may repeat one
+    return SECRET.sub(
+        "(hidden: it looks like a secret)", printable(rendered)
+    )  # no recipe has one, but an error may repeat one
 
 
 Cell = tuple[str, str]  # a value and a remark
@@ -168,7 +170,7 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     versions |= {name: start[name] for name in ("torch", "transformers") if name in start}
     yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items()), ""
     yield "attempts", str(sum(record["event"] == "start" for record in run.records)), ""
-    yield "folder", run.rundir.place, ""
+    yield "folder", str(run.rundir.root), ""
 
 
 def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
@@ -184,7 +186,7 @@ def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
 
 def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
     """Yield each event of the time line with what the terminal says of it."""
-    screen = Screen(Console(file=io.StringIO(), highlight=False, soft_wrap=True, force_terminal=False))
+    screen = Screen(Terminal(io.StringIO()))
     said = {
         "lost": "the attempt ended without a record of why: its processes were killed, or the machine was lost",
         "stop": "stopped by {signal} after step {step:,}", "error": "{type}: {message}", "nonfinite": "{what}",

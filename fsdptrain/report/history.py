@@ -119,14 +119,14 @@ def read_run(rundir: RunDir) -> RunHistory:
             raise
         notes.append(f"state and recipe are not known: {first_line(error)}")
     if not any(record["event"] == "start" for record in records):
-        raise RecipeError(f"{rundir.place} has nothing to report yet: {status['why'] or 'no worker has started'}")
+        raise RecipeError(f"{rundir.root} has nothing to report yet: {status['why'] or 'no worker has started'}")
     return RunHistory(rundir, records, status, plan, [*notes, *tail.faults])
 
 
 def set_labels(runs: Sequence[RunHistory]) -> None:
     """Give each run the shortest label that tells it from the others: the recipe's name, else its folder or place."""
     names = [run.status["name"] or run.rundir.root.name for run in runs]
-    folders, places = [run.rundir.root.name for run in runs], [run.rundir.place for run in runs]
+    folders, places = [run.rundir.root.name for run in runs], [str(run.rundir.root) for run in runs]
     chosen = next((labels for labels in (names, folders) if len({*labels}) == len(runs)), places)
     for run, label in zip(runs, chosen, strict=True):
         run.label = label

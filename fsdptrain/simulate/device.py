@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdptrain.forecast.trace import HOST, SYMMETRIC, Event, RecordEvent, Synchronize, WaitEvent
-from fsdptrain.parallel.patches import wrap_communications
+from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh, make_reshard_mesh
 from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.kernels import cuda_attention
@@ -170,38 +168,12 @@ class PretendCopy(HostCopy):
         return np.full(self._copy.shape, 1e6)
 
 
-class Pooled:
-    """A communication whose buffers are in NCCL's symmetric memory, whose blocks serve nothing else.
-
-    A pool of the allocator has its own blocks for each stream: so it is a stream, SYMMETRIC below that of the buffer.
-    """
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory of the pool for a buffer."""
-        stream = PretendStream()
-        stream.stream_id = SYMMETRIC - current_stream()
-        with Backend().stream(stream):
-            buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
-            return buffer
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Issue the collective."""
-        return self._comm(*args, **options)
-
-
 class PretendWorld(World):
     """A world whose other ranks do not exist: collectives return at once, and what they return is arbitrary."""
 
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start the copy of a run; the numbers in it are arbitrary."""
         return PretendCopy(tensor)
-
-    def use_symmetric_memory(self, model: nn.Module) -> None:
-        """Let the buffers of every unit come from the pool of symmetric memory."""
-        wrap_communications(model, lambda comm, *_: Pooled(comm))
 
     def peak_memory(self) -> int:
         """Return 0: the peak is computed from the trace."""

@@ -39,8 +39,6 @@ from fsdptrain.simulate.kernels import NAMES, attention_kernels
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import seconds, size
 
-SYMMETRIC_GAINS = "+2.3% (GB200), none (8 H20s) and -1.8%"  # docs/memory.md
-
 
 def estimate(
     plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None,
@@ -53,10 +51,10 @@ def estimate(
     notes = []
     plan = models.with_kernel(plan, hardware)
     # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
-    kernel = plan.recipe.model.attn_implementation
+    kernel, masked = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
     flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
-        plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+        plan, masked = varied(plan, {"model.attn_implementation": "sdpa"}), False
     card = hardware
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
@@ -73,15 +71,13 @@ def estimate(
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, models.config, pretend, hardware)
+    trace = simulate(plan, models.config, pretend, hardware, masked)
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
-    if plan.recipe.fsdp.symmetric_memory:
-        notes.append(f"fsdp.symmetric_memory: its effect on time is not counted; published are {SYMMETRIC_GAINS}")
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
@@ -259,7 +255,7 @@ class Models:
             return plan
         recipe, cudnn, flash = plan.recipe, hardware.prefers_cudnn, hardware.has_flash
         key = (
-            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.data.packing,
+            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.documents_share_sequences,
             recipe.train.deterministic,
         )  # fmt: skip
         if key not in self._kernels:

@@ -35,13 +35,17 @@ from fsdptrain.train.optim import make_optimizer, optimizer_class, start_state
 from fsdptrain.train.step import Engine
 
 
-def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware | None = None) -> Trace:
+def simulate(
+    plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware | None = None, masked: bool | None = None
+) -> Trace:
     """Return the trace of one optimizer step of rank 0, with optimizer state allocated, of at most three micro-batches.
 
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
-    `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing.
+    `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing. `masked`:
+    whether masks are built, by default where a sequence may hold several documents.
     """
     recipe = plan.recipe
+    masked = recipe.documents_share_sequences if masked is None else masked
     # The compiler cannot run on fake tensors, and without it a product in float8 would be many kernels.
     plan = varied(plan, {"train.compile": False, "train.float8": None})
     # Imported here, because these modules may compute tables.
@@ -52,7 +56,7 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
         import_quietly("bitsandbytes")
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
-        fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
+        fake_tensor_patches(masked, Recorder.unrecorded),
         pretend_world(plan, device) as world,
         on_card(card),
         FakeTensorMode(allow_non_fake_inputs=True),

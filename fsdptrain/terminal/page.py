@@ -6,13 +6,15 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import IO
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
-from fsdptrain.text import NO_BREAK_SPACE, wrapped
+from fsdptrain.text import NO_BREAK_SPACE, printable, wrapped
 
 HANGING_INDENT = 2  # columns by which continuation lines are indented
 GAP = "  "  # between the columns of a table
@@ -21,12 +23,33 @@ GAP = "  "  # between the columns of a table
 UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")
 
 
+class Terminal(Console):
+    """A console whose texts may be foreign: it makes their control characters visible, and adds only its own styles."""
+
+    def __init__(self, file: IO[str] | None = None, stderr: bool = False, quiet: bool = False) -> None:
+        # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
+        terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
+        super().__init__(
+            file=file, stderr=stderr, quiet=quiet, highlight=False, soft_wrap=True, force_terminal=terminal
+        )
+
+    def _styled(self) -> IO[str]:
+        stream = Console.file.fget(self)  # type: ignore[attr-defined]
+        return getattr(stream, "styled", stream)
+
+    file = Console.file.getter(_styled)  # type: ignore[attr-defined]
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the pieces of what is printed."""
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else piece._replace(text=printable(piece.text))
+
+
 class Page:
     """Prints paragraphs, tables and commands. `width` is the terminal's in columns, None in a pipe."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal.
-        self.console = console or Console(highlight=False, force_terminal=sys.stdout.isatty())
+        self.console = console or Terminal()
         self.width: int | None = None
         if self.console.is_terminal:  # for a dumb terminal Rich assumes 80 columns
             dumb = self.console.is_dumb_terminal
@@ -34,7 +57,7 @@ class Page:
 
     def say(self, text: str, indent: int = 0, style: str = "") -> None:
         """Print a text, each of its lines wrapped to the width."""
-        for line in text.splitlines() or [""]:
+        for line in printable(text).splitlines() or [""]:
             first, *rest = self._lines(UNIT_SPACE.sub(NO_BREAK_SPACE, line), indent)
             self.draw(Text("\n".join([first, *(" " * HANGING_INDENT + more for more in rest)])), indent, style)
 
@@ -48,6 +71,7 @@ class Page:
 
         On a terminal that is too narrow, print each row as a title (its first `titles` cells) and a paragraph.
         """
+        rows = [[*map(printable, row)] for row in rows]
         widths = [max(cell_len(row[i]) for row in [header, *rows]) for i in range(len(header))]
         right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
         if self.width is not None and indent + sum(widths) + len(GAP) * (len(widths) - 1) > self.width:

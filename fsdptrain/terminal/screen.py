@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from fsdptrain.folder.records import Record, RunState, waits_for_slow_ranks, without_better
 from fsdptrain.terminal.liveline import LiveLine, Part
-from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.page import Page, Terminal
 from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
@@ -29,9 +28,7 @@ class Screen:
 
     def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
         """`quiet`: read the records, but print nothing."""
-        # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
-        terminal = sys.stdout.isatty()
-        self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=terminal, quiet=quiet)
+        self.console = console or Terminal(quiet=quiet)
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.state = RunState()
         self.last = self.state.newest
@@ -202,7 +199,7 @@ class Screen:
             return
         room = min(self.console.width, SAMPLE_COLUMNS) if self.live else SAMPLE_COLUMNS
         for prompt, text in zip(record["prompts"], record["texts"], strict=False):
-            line = printable(f"{prompt} → {text}", one_line=True)
+            line = printable(" ".join(f"{prompt} → {text}".split()))
             self.say(f"  {line[: room - 3]}…" if len(line) > room - 2 else f"  {line}")
 
     def _on_skip(self, record: Record) -> None:

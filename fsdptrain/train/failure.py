@@ -103,7 +103,8 @@ def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:
 
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
     """Write the error to torchrun's error file, and as an `error` event to the metrics unless their folder is lost."""
-    write_error_file(error)
+    with contextlib.suppress(OSError):  # the disk of temporary files may be full, and that of the run folder not
+        write_error_file(error)
     if not isinstance(error, FolderLost):
         record_error(plan.rundir, error, rank=int(os.environ["RANK"]))
 

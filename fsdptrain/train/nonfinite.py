@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptrain.data.corpus import Batch
+from fsdptrain.model.peft import base_name
+from fsdptrain.model.units import nonfinite_names, nonfinite_note
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine
@@ -66,6 +68,13 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
             bad_names.clear()
     found = engine.world.gather_objects(mine)
     return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
+
+
+def find_weights(engine: Engine) -> list[str]:
+    """Return a sentence on the weights of any rank that are not finite, [] if all are; collective."""
+    found = engine.world.gather_objects(nonfinite_names(engine.model))
+    names = dict.fromkeys(base_name(name) for names in found for name in names)
+    return [nonfinite_note(names)] if names else []
 
 
 @contextlib.contextmanager

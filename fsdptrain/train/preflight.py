@@ -31,9 +31,9 @@ from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
-from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
+from fsdptrain.model.units import Unit, beside_text, in_buckets, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
-from fsdptrain.model.weights import check_weights, place_buffers
+from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
@@ -49,7 +49,9 @@ class PreparedModel:
     """A model that can be trained: the plan with an attention kernel chosen, configuration, skeletons and units.
 
     `bare` is the model as its files describe it; `trained` has the recipe's adapters, and what is frozen is marked so.
-    Without adapters and frozen weights they are the same. The units are those of `trained`.
+    Without adapters and frozen weights they are the same. The units are those of `trained`. Of files of weights on this
+    machine `carried` are the tensors that are exported as they are, and `notes` say how they differ from the
+    configuration.
     """
 
     plan: Plan
@@ -57,6 +59,8 @@ class PreparedModel:
     bare: PreTrainedModel
     trained: PreTrainedModel
     units: list[Unit]
+    carried: list[str]
+    notes: list[str]
 
     @property
     def weights(self) -> list[Weight]:
@@ -83,6 +87,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
     """Return what is worth knowing about a model that can be trained, before a run and in a dry run."""
     plan = ready.plan
     found = (
+        *ready.notes,
         slow_dtype_note(plan),
         unquantised_note(ready.trained, plan.recipe),
         mask_note(plan, ready.bare),
@@ -104,17 +109,20 @@ def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
     )
 
 
-def prepare_model(plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None = None) -> PreparedModel:
+def prepare_model(
+    plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None = None, files: list[str] | None = None
+) -> PreparedModel:
     """Build the skeleton of the plan's model, and check that it can be trained.
 
-    `vocab_size` is that of the tokenizer, None if it is unknown; `prefers_cudnn` is as in `choose_attention`. Raises
-    one RecipeError for all problems.
+    `vocab_size` is that of the tokenizer, None if it is unknown; `prefers_cudnn` is as in `choose_attention`; `files`
+    are those of the weights, by default if `model.id` is a folder: a dry run downloads nothing. Raises one RecipeError
+    for all problems.
     """
     config = load_config(plan, vocab_size)
     available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
     with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
         check_size(plan, config, available)
-    return _prepare(plan, config, prefers_cudnn)
+    return _prepare(plan, config, prefers_cudnn, files or [])
 
 
 SKELETONS = 3  # at the same time: the model as its files describe it, with adapters, and in a probe
@@ -156,10 +164,17 @@ def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
     return SKELETONS * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
 
 
-def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -> PreparedModel:
-    """Do what `prepare_model` does with a configuration."""
+def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, files: list[str]) -> PreparedModel:
+    """Do what `prepare_model` does with a configuration, which is changed where the files of the weights differ."""
     plan, bare = choose_attention(plan, config, prefers_cudnn)
     problems: list[Problem] = []
+    carried: list[str] = []
+    notes: list[str] = []
+    with _collected(problems):
+        if plan.pretrained and not files and Path(str(plan.recipe.model.id)).is_dir():
+            files = safetensors_files(plan)
+        if files and (notes := fit_config(config, bare, plan, files)):
+            plan, bare = choose_attention(plan, config, prefers_cudnn)
     trained = bare
     with _collected(problems):
         if plan.freezes:
@@ -168,6 +183,8 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
             )
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
+            if files:
+                check_copies(trained, bare, plan, files)
     with _collected(problems):
         check_beside_text(trained)
     with _collected(problems):
@@ -176,7 +193,7 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
         check_base_config(plan, config)
     with _collected(problems):
         kept_whole(trained, plan.recipe)
-        units = units_of(trained, plan.recipe.fsdp.wrap)
+        units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     with _collected(problems):
         check_dtypes(bare, plan)
@@ -188,12 +205,13 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
         check_documents(plan, config, bare)
     with _collected(problems):
         check_buffers(plan, config, bare)
-    if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
-        with _collected(problems):
-            check_weights(bare, plan, safetensors_files(plan))
+    with _collected(problems):
+        if files:
+            names = check_weights(bare, plan, files)
+            carried, notes = names.carried, [*notes, *names.notes]
     if problems:
         raise RecipeError(problems)
-    return PreparedModel(plan, config, bare, trained, units)
+    return PreparedModel(plan, config, bare, trained, units, carried, notes)
 
 
 @contextlib.contextmanager
@@ -260,7 +278,7 @@ def check_forward(plan: Plan, bare: PreTrainedModel) -> None:
 def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
     """Raise RecipeError unless every document is computed as if it were alone: without padding, without others."""
     recipe, name = plan.recipe, type(bare).__name__
-    seq_len, packed = recipe.data.seq_len, recipe.data.packing != "none"
+    seq_len, together = recipe.data.seq_len, recipe.documents_share_sequences
     # flash and flex attention may need a GPU. They tell documents apart by the same position ids as the others do.
     if recipe.model.attn_implementation in ("eager", "sdpa"):
         model = copy.deepcopy(bare)
@@ -270,34 +288,44 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     short, long = [0, 1, 2], [0, 1, seq_len - 1]
     threshold = longrope_threshold(config, seq_len)
     padding = [0, 0] if threshold else [3, seq_len - 1]
-    beside = [[*long, *short, *padding] if packed else [*short, *padding]]
+    beside = [[*long, *short, *padding] if together else [*short, *padding]]
     if recipe.train.micro_batch_size > 1 or plan.context > 1:
         beside.append([*range(len(beside[0]) - 1), seq_len - 1])
     # Compare the short document alone with itself before padding, after another one, and beside longer positions.
     try:
         probe = Probe(model)
         causal = probe.same([[*short, *padding]], slice(0, 3))
-        apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6), packed)
-        alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3), packed)
+        second = [*range(min(10, seq_len))]  # some layers compress every few tokens of a sequence (DeepSeek-V4)
+        apart = not together or probe.same([[*short, *second, *padding]], slice(3, 3 + len(second)), together)
+        alone = probe.same(beside, slice(3, 6) if together else slice(0, 3), together)
     except Exception as error:  # an architecture's own code may raise anything
         raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None
     if not causal:
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
+    pairs = recipe.train.objective == "dpo"  # not even data.packing=none puts their answers into sequences of their own
     if not apart:
+        way_out = "use another model, or learn the chosen answers alone, with train.objective=next_token"
         raise RecipeError(
-            f"data.packing: {recipe.data.packing} would let the documents of a sequence attend to one another, because "
-            f"{why_together(name, probe)}: use data.packing=none"
+            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because "
+            f"{why_together(name, probe)}: {way_out if pairs else 'use data.packing=none'}"
         )
     if missing := missing_kernels(plan, bare) if torch.cuda.is_available() else None:
-        raise RecipeError(f"{missing}: install them, or use data.packing=none")
+        raise RecipeError(f"{missing}: install them{'' if pairs else ', or use data.packing=none'}")
     if not alone:
         length, way_out = (
             (f"above {threshold}", f"={threshold}") if threshold else (f"at {seq_len}", " of fewer tokens")
         )
         raise RecipeError(
             f"data.seq_len: {length} tokens the rotary frequencies of {name} depend on the longest position in the "
-            f"micro-batch: use data.seq_len{way_out}, or data.packing=none with train.micro_batch_size=1"
+            f"micro-batch: use data.seq_len{way_out}"
+            f"{'' if pairs else ', or data.packing=none with train.micro_batch_size=1'}"
         )
+
+
+def why_shared(plan: Plan) -> str:
+    """Return the key and value by which several documents may share a sequence."""
+    pairs = plan.recipe.train.objective == "dpo"
+    return "train.objective: dpo" if pairs else f"data.packing: {plan.recipe.data.packing}"
 
 
 def why_together(name: str, probe: Probe) -> str:
@@ -308,21 +336,20 @@ def why_together(name: str, probe: Probe) -> str:
     if kernels and not probe.bounds_reach_recurrences():
         names = sorted({kernel.name for kernel in kernels})
         return f"{name} in transformers {transformers.__version__} passes no bounds of documents on to {listed(names)}"
-    return f"{name} ignores position ids"
+    return f"{name} does not tell documents apart by their position ids"
 
 
 def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
-    """Return which kernels packed documents need on a GPU that are not installed here, None if there are none.
+    """Return which kernels documents of one sequence need on a GPU that are not here, None if there are none.
 
     In torch alone the host would wait for the bounds of the documents, and compute one document after another.
     """
-    packing = plan.recipe.data.packing
-    if plan.topology.device != "cuda" or packing == "none":
+    if plan.topology.device != "cuda" or not plan.recipe.documents_share_sequences:
         return None
     needed = sorted({kernel.distribution for kernel in accept_documents(bare) if not kernel.usable})
     if not needed:
         return None
-    return f"data.packing: {packing} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
+    return f"{why_shared(plan)} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
 
 
 def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:

@@ -1,13 +1,16 @@
 """The log-probabilities of preferences under the reference, which is the model as it starts: computed once, and kept.
 
 No second model is held. A resume cannot compute them from trained weights, so the run folder has them, with checksums.
-The cache has them too, for other runs that start from the same files with the same rows.
+The cache has them too, for other runs that start from the same files with the same rows in the same sequences. In the
+first step the model is the reference: `check_first_step` compares the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,15 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 
 from fsdptrain import __version__
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.reflection import flat
-from fsdptrain.data.cache import cached_folder, intact_folder, is_intact, scratch_beside, seal
+from fsdptrain.data.cache import cache_dir, cached_folder, intact_folder, is_intact, scratch_beside, seal
 from fsdptrain.data.corpus import Corpus, Mixture
 from fsdptrain.errors import CheckpointError, NonFiniteError, Stopped
+from fsdptrain.model import flash
+from fsdptrain.model.config import own_code
+from fsdptrain.parallel.world import World
+from fsdptrain.plan.plan import Plan
 from fsdptrain.train.setup import Inputs, Session, frozen_digest
-from fsdptrain.train.step import Engine
+from fsdptrain.train.step import Engine, StepStats
 from fsdptrain.train.stops import StopPoll
 
 Sums = dict[str, np.ndarray[Any, np.dtype[np.float64]]]  # digest of rows → for each row, the log-probability
@@ -41,7 +49,7 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
     corpora = [*stream.corpus.parts, *(eval_corpus.parts if inputs.held_out else [])]
     sums: Sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus in corpora}
     resumed = engine.steps_made > 0
-    key = None if resumed else _cache_key(inputs, engine, [*sums])  # the files may have changed since the start
+    key = None if resumed else _cache_key(inputs, engine.world, corpora)  # the files may have changed since the start
     read = functools.partial(_kept, session.rundir.reference) if resumed else functools.partial(_cached, key)
     found = checkpointer.from_rank_zero("read the reference", functools.partial(read, [*sums]))
     if not found:
@@ -83,16 +91,32 @@ def _summed(sums: np.ndarray[Any, Any], engine: Engine) -> np.ndarray[Any, Any]:
     return sums
 
 
-def _cache_key(inputs: Inputs, engine: Engine, rows: list[str]) -> Any:
-    """Return what the numbers are made from; None if the weights come from no files of a model alone; collective."""
-    plan = inputs.plan
+def _cache_key(inputs: Inputs, world: World, corpora: list[Corpus]) -> Any:
+    """Return all that decides the numbers; None if the weights come from no files of a model alone; collective."""
+    plan, prepared = inputs.plan, inputs.prepared
     if not plan.pretrained or plan.recipe.adapter.from_ is not None:
         return None
-    keys = {name: value for name, value in flat(plan.recipe).items() if name.startswith(NUMBERS_DEPEND_ON)}
-    return [__version__, frozen_digest(plan, engine.world), keys, sorted(rows)]
+    gpu = world.device.type == "cuda"
+    device = torch.cuda.get_device_name() if gpu else torch.backends.cpu.get_cpu_capability()
+    return [
+        __version__, torch.__version__, transformers.__version__, device, flash.active(),
+        {name: value for name, value in flat(plan.recipe).items() if name.startswith(NUMBERS_DEPEND_ON)},
+        prepared.config.to_json_string(), own_code(prepared.bare), frozen_digest(plan, world),
+        [[each.digest, each.seq_len, each.count_padding, _sequences(each)] for each in corpora],
+    ]  # fmt: skip
 
 
-NUMBERS_DEPEND_ON = ("model.", "adapter.kind", "fsdp.mixed_precision.", "train.float8")  # and on the rows as tokens
+NUMBERS_DEPEND_ON = (
+    "seed", "model.", "adapter.", "data.packing", "fsdp.mixed_precision.", "parallel.", "train.compile",
+    "train.deterministic", "train.float8", "train.loss", "train.micro_batch_size",
+)  # fmt: skip
+
+
+def _sequences(corpus: Corpus) -> str:
+    """Return a digest of which tokens each sequence has."""
+    digest = hashlib.sha256(corpus.pieces.tobytes())
+    digest.update(corpus.offsets.tobytes())
+    return digest.hexdigest()
 
 
 def _cached(key: Any, rows: list[str]) -> Sums | None:
@@ -132,3 +156,25 @@ def _write(session: Session, key: Any, sums: Sums) -> None:
         scratch.rename(own)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # of a full disk: a run on another host would not know its name
+
+
+# More than rounding changes the log-probability of a token, where other kernels or other neighbours in a micro-batch
+# compute it. In float8 a scale may be that of the whole micro-batch.
+NOISE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+NOISE_OF_FLOAT8 = 1.0
+
+
+def check_first_step(plan: Plan, stats: StepStats, tokens: float) -> None:
+    """Raise CheckpointError if the first step of preferences finds another model than the reference.
+
+    `tokens` are those that are trained of an answer, on average. Roundings of tokens are independent of one another.
+    """
+    recipe = plan.recipe
+    noise = NOISE_OF_FLOAT8 if recipe.train.float8 else NOISE[recipe.fsdp.mixed_precision.param_dtype]
+    chosen, rejected = (stats.measures[f"rewards_{kind}"] / recipe.train.dpo.beta for kind in ("chosen", "rejected"))
+    if max(abs(chosen), abs(rejected)) > noise * math.sqrt(max(1, tokens)):
+        raise CheckpointError(
+            "train.objective: in step 1 the model is the reference, but it gives an answer another log-probability "
+            f"than in {plan.rundir.reference}: {chosen:+.3g} on average if chosen, {rejected:+.3g} if rejected. Remove "
+            f"{cache_dir('reference')} and run again; if it is the same then, please report it"
+        )

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ from fsdptrain.data.corpus import Corpus, Mixture, Stream, reading_notes, row_no
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
-from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.data.tokenizer import tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream, open_stream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
@@ -62,7 +63,7 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_tokenizer_and_model
+from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model
 from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -236,8 +237,10 @@ def prepare_inputs(session: Session) -> Inputs:
         raise RecipeError([problem])
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
-        safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
-    stamps = stamps_of(safetensors_files(plan)) if plan.freezes else None
+        files = safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
+        if not Path(str(plan.recipe.model.id)).is_dir():  # they were not there before
+            prepared = prepare_model(plan, vocabulary_size(tokenizer), files=files)
+    stamps = stamps_of(safetensors_files(plan)) if plan.freezes or prepared.carried else None
     return Inputs(
         prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts, sorted(os.sched_getaffinity(0))
     )
@@ -318,7 +321,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     """
     plan, rundir, content = inputs.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
-    if plan.freezes:
+    if plan.freezes or inputs.prepared.carried:
         session.watchdog.reset(disk_bytes=sum(map(os.path.getsize, safetensors_files(plan))))
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)

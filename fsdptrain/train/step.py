@@ -29,7 +29,7 @@ from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.loss import Divisor
 from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
-from fsdptrain.parallel.shard import begin_micro_batch
+from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.loss_scale import LossScale
@@ -100,6 +100,7 @@ class Engine:
         """
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.on_progress = steps_made, on_progress
+        use_whole_shards(model, plan)
         self._clock = LayerClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
@@ -115,7 +116,7 @@ class Engine:
         self._checked = False
         pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
         self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
-        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.data.packing != "none"
+        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.documents_share_sequences
 
     def step(
         self, step: int, batches: Sequence[Batch], divisor: int, lr: float, stop: bool = False, data_s: float = 0.0
@@ -204,6 +205,12 @@ class Engine:
     def seed(self, step: int) -> None:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
+
+    def has_drawn(self, step: int) -> bool:
+        """Return whether a step that was just queued has drawn random numbers, as dropout does."""
+        drawn = self.world.random_state()
+        self.seed(step)
+        return drawn != self.world.random_state()
 
     def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.

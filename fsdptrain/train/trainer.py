@@ -28,10 +28,10 @@ from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.text import ranks_text
 from fsdptrain.train.borders import Borders
 from fsdptrain.train.failure import exit_from_thread
-from fsdptrain.train.nonfinite import find_sources
+from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
-from fsdptrain.train.reference import with_reference
+from fsdptrain.train.reference import check_first_step, with_reference
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -58,11 +58,15 @@ LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come."""
+    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come.
+
+    `is_reference`: preferences were compared with the reference while the model still was that.
+    """
 
     inputs: StepInputs
     lr: float
     queued: QueuedStep
+    is_reference: bool = False
 
 
 @dataclass
@@ -251,7 +255,10 @@ class Trainer:
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         stop = bool(self.session.stop.count)
-        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s))
+        queued = self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s)
+        # Dropout would make another model of it.
+        is_reference = step == 0 and recipe.train.objective == "dpo" and not self.engine.has_drawn(step)
+        return MadeStep(inputs, lr, queued, is_reference)
 
     def read_steps(self, keep: int = 0) -> bool:
         """Wait for the queued steps, except the newest `keep`, and report them.
@@ -275,6 +282,8 @@ class Trainer:
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
         self.session.watchdog.reset(step_done=True)
+        if made.is_reference:
+            check_first_step(self.plan, stats, made.inputs.label_tokens / (2 * made.inputs.divisor))
         if not math.isfinite(stats.grad_norm):
             what = f"the gradient overflows float16 with a loss scale of {stats.loss_scale:g}, which is halved"
             self.reporter.event("skip", step=made.inputs.step + 1, what=f"step {made.inputs.step + 1}: {what}")
@@ -343,11 +352,8 @@ class Trainer:
         if skip:
             self.checkpointer.skipped += 1
             return self.any_stop()
-        # A checkpoint of earlier steps may still be under way: finish it, so that no more steps are lost.
-        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
-        self.checkpointer.wait()
         limit = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
-        raise NonFiniteError(
+        raise self.nonfinite_error(
             f"{error}{limit}: {cause}; this step changed no weights, and no checkpoint was saved after it"
         )
 
@@ -364,7 +370,15 @@ class Trainer:
             where = f"{source.what} on rank {source.rank}{shared}"
             samples.setdefault(where, []).extend(self.stream.at(micro_batch))
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
-        return "; ".join(causes) or "not reproducible when the step was repeated: suspect the hardware"
+        return "; ".join([*find_weights(self.engine), *causes]) or (
+            "not reproducible when the step was repeated: suspect the hardware"
+        )
+
+    def nonfinite_error(self, message: str) -> NonFiniteError:
+        """Return an error that ends the run, when a checkpoint of earlier steps that is under way is complete."""
+        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
+        self.checkpointer.wait()
+        return NonFiniteError(message)
 
     def evaluation_due(self, done: int, last: bool) -> bool:
         """Return whether to evaluate after `done` steps; collective if the run was resumed there."""
@@ -384,7 +398,11 @@ class Trainer:
             results.append(result)
         texts = self.continue_prompts(stops) if result is not None else None
         if texts is not None:
-            self.report_evaluation(done, results)
+            loss = self.report_evaluation(done, results)
+            # A loss that overflows may come back to numbers; with such weights it never does.
+            if not math.isfinite(loss) and (weights := find_weights(self.engine)):
+                when = f"after step {done}" if done else "before the first step"
+                raise self.nonfinite_error(f"{when} the held-out loss is {loss:g}: {weights[0]}")
             if texts:
                 self.reporter.event("generated", step=done, prompts=self.plan.recipe.eval.prompts, texts=texts)
         if not done and self.world.device.type == "cuda":
@@ -418,8 +436,11 @@ class Trainer:
                 break
         return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
 
-    def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> None:
-        """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together."""
+    def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> float:
+        """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together.
+
+        Returns the loss of all.
+        """
         of_sets, tokens, measures = zip(*results, strict=True)
         divisors = [corpus.divisor(range(len(corpus))) for corpus in self.inputs.eval_corpus.parts]
         shares = [divisor / sum(divisors) for divisor in divisors]
@@ -437,6 +458,7 @@ class Trainer:
         if done:
             best_of = self.plan.recipe.eval.best_of
             self.checkpointer.losses[done] = losses[best_of] if best_of else loss  # the same on all ranks
+        return loss
 
     def ends_early(self, done: int) -> bool:
         """Return whether `eval.patience` ends the run after `done` steps, and report that."""
@@ -517,7 +539,11 @@ class Trainer:
         length = min(TOKENS, self.plan.tokens_of_row)
         beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
-        return Sample(rows, self.engine.logits(beginnings), bool(held_out))
+        logits = self.engine.logits(beginnings)
+        if self.world.any(any(bool(each.isnan().any()) for each in logits)):
+            weights = find_weights(self.engine) or ["all weights are finite, so its activations overflow"]
+            raise self.nonfinite_error(f"the trained model's logits are nan: {weights[0]}")
+        return Sample(rows, logits, bool(held_out))
 
     def any_stop(self) -> bool:
         """Return whether any rank has a stop request; collective."""

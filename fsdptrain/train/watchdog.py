@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from fsdptrain.errors import WorkerLost, own_frame
-from fsdptrain.folder.files import write_atomically
+from fsdptrain.folder.files import open_to_append, write_atomically
 from fsdptrain.launch.explain import heartbeat_s
 from fsdptrain.parallel.patches import ISSUED, collective_of, named
 from fsdptrain.plan.plan import Plan
@@ -66,7 +66,7 @@ class Watchdog:
         folder = self._rundir.attempt(attempt)
         for each in (self._rundir.logs, folder.parent, folder):  # but not the run folder, if it was removed
             each.mkdir(exist_ok=True)
-        self._dump = self._rundir.stack_dump(attempt, self._rank).open("a")
+        self._dump = open_to_append(self._rundir.stack_dump(attempt, self._rank))
         self._attempt = attempt
         self._thread.start()
         stamped = os.dup(self._dump.fileno())
@@ -133,7 +133,7 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
             self._rundir.hangs(self._attempt).mkdir(exist_ok=True)
-            self._rundir.collectives(self._attempt, self._rank).write_text(last_collectives(), encoding="utf-8")
+            write_atomically(self._rundir.collectives(self._attempt, self._rank), last_collectives())
             report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
             write_atomically(self._rundir.hang_report(self._attempt, self._rank), report)
         if not self._ended.wait(EXIT_S):

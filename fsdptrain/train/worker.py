@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,14 +22,14 @@ import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.folder.events import Reporter
-from fsdptrain.folder.runstore import RunStore
+from fsdptrain.folder.files import open_to_append
 from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.trackers.supervisor import tracked
-from fsdptrain.train.failure import as_fsdptrain_error, exit_from_thread, record_failure, write_error_file
+from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
@@ -42,12 +41,7 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     With a range of nodes it raises NodeWaits after a checkpoint, if another node waits to join.
     """
     rank = int(os.environ["RANK"])
-    store = RunStore.of(plan.rundir) if rank == 0 else None
-    if store:
-        take_store(store, plan)
-        store.push()  # so that `status` knows the run before its first checkpoint
     with (
-        store.watched(partial(exit_from_thread, plan)) if store else contextlib.nullcontext(),
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
         contextlib.closing(reporter_of(plan, rank, screen)) as reporter,
@@ -83,16 +77,6 @@ def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
         dist.destroy_process_group()
     if stopped:
         raise stopped
-
-
-def take_store(store: RunStore, plan: Plan) -> None:
-    """Make this machine the one that writes to the store, as it has rank 0; raise RunLost if another run does."""
-    topology = plan.topology
-    if topology.nnodes > 1 or topology.is_elastic:
-        store.check_claim(topology.endpoint)
-        store.take()
-    else:
-        store.check_writer()  # the launcher has made it so: another name was written since
 
 
 def reporter_of(plan: Plan, rank: int, screen: Screen | None) -> Reporter:
@@ -160,9 +144,9 @@ def main() -> NoReturn:
         write_error_file(error)
         sys.exit(error.exit_code)
     log = plan.rundir.rank_log(int(os.environ["RANK"]))
-    with log.open("ab", buffering=0) as stream:
+    with open_to_append(log) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         with contextlib.suppress(OSError):  # the disk may be full
-            stream.write(first_line_of(os.getpid()))
+            os.write(stream.fileno(), first_line_of(os.getpid()))
     work(plan)

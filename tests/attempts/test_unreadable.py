@@ -38,7 +38,7 @@ from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.reader import load
 from fsdptrain.data.cache import cached_folder, is_intact
 from fsdptrain.errors import RecipeError, StorageError
-from fsdptrain.folder.files import read_if_there
+from fsdptrain.folder.files import system_errors
 from fsdptrain.folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import list_runs
@@ -141,8 +141,11 @@ def test_a_checkpoint_that_the_system_cannot_read_has_no_problem_that_is_known(n
 
 def test_a_disk_that_fails_is_an_error_of_the_system() -> None:
     memory = Path("/proc/self/mem")  # a regular file, of which nobody can read the beginning
-    with pytest.raises(StorageError, match=r"/proc/self/mem cannot be read: .*\(errno 5, EIO\): look for errors"):
-        read_if_there(memory)
+    with (
+        pytest.raises(StorageError, match=r"/proc/self/mem cannot be read: .*\(errno 5, EIO\): look for errors"),
+        system_errors(memory),
+    ):
+        memory.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["the manifest", "the folder", "open files"])

@@ -57,6 +57,7 @@ model:
   tokenizer: null
   add_tokens: []
   config: {}
+  ignore_weights: []
   init: pretrained
   dtype: float32
   trainable: []
@@ -95,8 +96,7 @@ fsdp:
   reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
-  separate_reduce_scatter: false
-  symmetric_memory: false
+  bucket_cap_mb: null
   ignore: []
   cpu_offload: false
   activation_checkpointing: none
@@ -155,9 +155,12 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
     flash = "model.attn_implementation=flash_attention_2"
     [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2")
     assert problem.field == "model.attn_implementation" and "set train.micro_batch_size=1" in problem.message
+    pairs = ["data.format=preference", "train.objective=dpo", "data.packing=none"]
+    [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2", *pairs)
+    assert "set train.micro_batch_size=1 or model" in problem.message, "data.packing=none would not be a way out"
     for allowed in (["train.micro_batch_size=1"], ["train.micro_batch_size=2", "data.packing=none"]):
         plan = make_plan(read(tmp_path, BASE, flash, *allowed), Topology("cuda", 1, 2))
-        assert micro_batches(plan) == ([1] if plan.recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
+        assert micro_batches(plan) == ([1] if plan.recipe.documents_share_sequences else [1, 2, 4, 8, 16, 32])
 
 
 def test_an_empty_list_and_null_have_ways_out(tmp_path: Path) -> None:
@@ -331,22 +334,17 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
     ("name", "says"),
     [
         ("neftune_noise_alpha", "noise"),
-        ("label_smoothing_factor", "smoothing"),
-        ("lora_mlp_kernel", "kernels"),
-        ("rdzv_backend", "always c10d"),
-        ("galore_rank", "optim.name"),
-        ("optimizer_in_bwd", "after the whole backward pass"),
         ("cast_forward_inputs", "always off"),
+        ("fsdp_use_orig_params", "always on"),
         ("ignored_modules", "only frozen ones"),
-        ("nvme_path", "offloaded to disk"),
-        ("zero_quantized_weights", "reduced in reduce_dtype"),
         ("ddp_broadcast_buffers", "DistributedDataParallel"),
+        ("ddp_bucket_cap_mb", "fsdp.bucket_cap_mb: with fsdp.strategy: NO_SHARD"),
+        ("gradient_as_bucket_view", "always on"),
+        ("static_graph", "not needed"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
         ("mask_history", "data.turns"),
         ("save_only_model", "optimizer's state"),
-        ("auto_find_batch_size", "--advise"),
-        ("custom_sharded_layers", "names of classes"),
     ],
 )
 def test_the_reason_of_a_foreign_name_is_its_own(name: str, says: str) -> None:
@@ -876,6 +874,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "SHARD_GRAD_OP, only with HYBRID_SHARD or",
         ),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "NO_SHARD, only with HYBRID_SHARD or"),
+        (["fsdp.bucket_cap_mb=25"], "fsdp.bucket_cap_mb", "FULL_SHARD, only with NO_SHARD"),
         (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (
             ["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"],

@@ -133,7 +133,7 @@ def train_and_evaluate(plan: Plan, card: Hardware) -> None:
     config: Any = AutoConfig.for_model(words.pop("model_type"), **words)
     plan, _ = choose_attention(plan, config)
     with (
-        fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
+        fake_tensor_patches(plan.recipe.documents_share_sequences, Recorder.unrecorded),
         pretend_world(plan, CUDA) as world,
         on_card(card),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -49,6 +49,7 @@ from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
 
+PAIRS = {"data__packing": "none", "data__format": "preference", "train__objective": "dpo"}
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
 PROPERTIES = {  # of a card of each capability, as torch reports them; threads, registers and warps are the same on all
     80: {"name": "NVIDIA A100-SXM4-80GB", "multi_processor_count": 108, "shared_memory_per_block_optin": 163 * 2**10},
@@ -147,6 +148,7 @@ def steps(folder: Path) -> None:
         {"fsdp__cpu_offload": True, "optim__name": "lion"},
         {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16},
         {"data__packing": "none", "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
+        {**PAIRS, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
     ):
         plan = plan_of(folder, device="cuda", model__config=SMALL | {"num_hidden_layers": 2}, **changes)
         print("steps", changes, dict(waits.waits(*waits.recorded(plan, 2, CUDA), 2)), flush=True)
@@ -176,7 +178,7 @@ def train(recipe: Path, words: list[str]) -> None:
         enter, patched = entered.enter_context, lambda *words: entered.enter_context(mock.patch.object(*words))
 
         def faked(plan: Plan, *others: Any) -> Any:
-            enter(fake(plan.recipe.data.packing != "none"))
+            enter(fake(plan.recipe.documents_share_sequences))
             return build(plan, *others)
 
         os.environ["MASTER_PORT"] = str(unused_port())

@@ -10,12 +10,14 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import FAMILIES, Family
+from chat_templates import FAMILIES, OMITTED, TWINS, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,10 +40,10 @@ CALL = {"type": "function", "id": "123456789", "function": {"name": "get_weather
 def tokenizer_of(name: str) -> Any:
     """Return a byte-level BPE with a family's special tokens and its template."""
     family = FAMILIES[name]
-    return tokenizer_with(family.template, family.tokens, family.bos)
+    return tokenizer_with(family.template, family.tokens, family.bos, family.stops)
 
 
-def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = None) -> Any:
+def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = None, stops: tuple[str, ...] = ()) -> Any:
     """Return a byte-level BPE with any template; the first of `tokens` is the end of a sequence."""
     tokenizer = train_bpe(iter(["Hello there, how are you? Assistant: User: answer the question\n\n" * 3]), 300)
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
@@ -49,7 +51,16 @@ def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = Non
     if bos:
         tokenizer.bos_token = bos
     tokenizer.chat_template = template
+    tokenizer.stop_tokens = list(stops)
     return tokenizer
+
+
+def whole_text(tokenizer: Any, talk: Talk, tools: Any = None) -> str:
+    """Return what the template renders, with the token of the next role where that has to end the last turn."""
+    text: str = tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
+    if "<|observation|>" in tokenizer.stop_tokens and talk[-1]["role"] == "assistant" and talk[-1].get("weight", 1):
+        return text + ("<|observation|>" if "tool_calls" in talk[-1] else "<|user|>")
+    return text
 
 
 def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[str]:
@@ -59,14 +70,18 @@ def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[
     if not rows:
         return []
     [(ids, mask)] = rows
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
-    runs: list[list[int]] = []
-    for i, (token, flag) in enumerate(zip(ids, mask, strict=True)):
-        if flag:
-            if i == 0 or not mask[i - 1]:
-                runs.append([])
-            runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs]
+    assert tokenizer.decode(ids) == (
+        whole_text(tokenizer, talk, tools)
+        if data.get("train_on") != "all"
+        else tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
+    )
+    return runs_of(tokenizer, ids, mask)
+
+
+def runs_of(tokenizer: Any, ids: list[int], mask: Sequence[int]) -> list[str]:
+    """Return the trained parts of a row, decoded."""
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for flag, run in runs if flag]
 
 
 def expected(family: Family, talk: Talk) -> list[str]:
@@ -161,7 +176,7 @@ def test_a_call_of_a_tool_is_trained(name: str, content: dict[str, str]) -> None
         call = "\n" + call  # its prompt ends with the line break that it writes again before its calls
     answer = (family.last_turn or family.turn).format("It is 18 degrees.")
     runs = trained(tokenizer, talk, TOOLS)
-    assert [run.lstrip("\n") for run in runs] == [call.lstrip("\n"), answer]
+    assert [run.lstrip("\n") for run in runs] == [call.lstrip("\n"), answer.lstrip("\n")]
     assert [run.lstrip("\n") for run in trained(tokenizer, talk[:2], TOOLS)][-1].endswith(call.lstrip("\n"))
 
 
@@ -176,6 +191,90 @@ def test_thoughts_are_trained_if_the_template_keeps_them() -> None:
     thought = "<|channel>thought\nsix<channel|>\n {} "
     gemma = talk_of("6 × 7?", thought.format("42"), "Sure?", "kept <|channel>x<channel|>Still 42.")
     assert trained(tokenizer_of("gemma4"), gemma) == ["42<turn|>", "kept Still 42.<turn|>"]
+
+
+THINKERS = {
+    "qwen3.5": ("42<|im_end|>", "Again.\n</think>\n\nYes.<|im_end|>"),
+    "glm4.5": ("\n<think></think>\n42<|user|>", "\n<think>Again.</think>\nYes.<|user|>"),
+    "gpt-oss, thinking": ("<|channel|>final<|message|>42<|end|>", "<|channel|>analysis<|message|>Again.<|end|><|start|>"
+                          "assistant<|channel|>final<|message|>Yes.<|return|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", THINKERS)
+def test_a_thought_that_is_rendered_is_trained_and_others_are_counted(name: str, key: str) -> None:
+    """The prompt of Qwen3.5 closes a thought, which the turn has: the reference is what they have in common."""
+    tokenizer = tokenizer_of(name)
+    talk: Talk = talk_of("6 × 7?", "42", "Sure?", "Yes.")
+    talk[1][key], talk[3][key] = "I multiply.", "Again."
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
+    [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+    assert runs_of(tokenizer, ids, mask) == [*THINKERS[name]]
+    assert encoder.notes["shortened"] == 1 and encoder.notes["endless"] == 0
+    in_rows = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, turns="split"))
+    assert len(list(in_rows([{"messages": talk, "place": "talks.jsonl:1"}]))) == 2 and not in_rows.notes["shortened"]
+
+
+def test_a_part_of_a_content_that_the_template_cuts_is_counted() -> None:
+    talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", "<think>again</think>Still 42.")
+    for name, cut in (("qwen3", 1), ("deepseek r1", 2), ("exaone4", 2), ("chatml", 0)):
+        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
+        assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+        assert encoder.notes["shortened"] == cut, name
+
+
+def test_turns_without_an_end_to_learn_are_counted() -> None:
+    """The next role's token ends those of GLM, if the model's configuration says so."""
+    family, talk = FAMILIES["glm4.5"], TALKS["three turns"]
+    for name, stops, endless in [("stopped", family.stops, 0), ("not known", (), 3)]:
+        tokenizer = tokenizer_with(family.template, family.tokens, stops=stops)
+        encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
+        [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+        ends = [run.endswith("<|user|>") for run in runs_of(tokenizer, ids, mask)]
+        assert ends == [bool(stops)] * 3 and encoder.notes["endless"] == endless, name
+    for name in FAMILIES:
+        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
+        list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))
+        endless = {"falcon": 3, "nemotron": 3, "glm4": 3, "metharme": 2}.get(name, 0)
+        assert encoder.notes["endless"] == endless, name
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_calls_are_trained_as_transformers_masks_those_of_a_template_with_marks(name: str) -> None:
+    family, template = FAMILIES[name], FAMILIES[name].template
+    for plain, marked in TWINS[name]:
+        assert template.count(plain) == 1, plain
+        template = template.replace(plain, marked)
+    talk = [
+        {"role": "user", "content": "The weather in Paris?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "18", "tool_call_id": "123456789", "name": "get_weather"},
+        {"role": "assistant", "content": "It is 18."},
+    ]
+    for messages in (talk, talk[:2]):
+        reference = tokenizer_with(template, family.tokens, family.bos).apply_chat_template(
+            messages, TOOLS, return_dict=True, return_assistant_tokens_mask=True
+        )
+        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
+        [(ids, mask)] = encoder([{"messages": messages, "tools": TOOLS, "place": "talks.jsonl:1"}])
+        assert (ids, list(mask)) == (reference["input_ids"], reference["assistant_masks"])
+
+
+def test_a_template_with_two_generation_blocks_in_a_turn() -> None:
+    """As TRL's for Phi-3, where the end of the sequence is marked by itself."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+        "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    )
+    tokenizer = tokenizer_with(template, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
+    for talk in (talk_of("Hi", "Hello"), talk_of("Hi", "Hello", "And?", " So\n")):
+        reference = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        [(ids, mask)] = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))([{"messages": talk, "place": "a:1"}])
+        *earlier, last = runs_of(tokenizer, ids, mask)
+        assert ids == reference["input_ids"]
+        assert [*[run + "\n" for run in earlier], last] == runs_of(tokenizer, ids, reference["assistant_masks"])
 
 
 def test_a_prompt_that_opens_a_thought() -> None:
@@ -318,6 +417,66 @@ def test_tools_and_calls_that_the_template_leaves_out_are_refused() -> None:
             trained(tokenizer_of("chatml"), call_only, train_on=train_on)
 
 
+SECOND = {
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Rome", "days": 3, "hot": True}},
+}
+
+
+@pytest.mark.parametrize("train_on", ["completion", "all"])
+@pytest.mark.parametrize("case", OMITTED)
+def test_every_value_of_a_row_is_in_the_text_or_named(case: str, train_on: str) -> None:
+    whole, less, message = OMITTED[case]
+    family = FAMILIES["qwen2.5"]
+    assert whole in family.template
+    tokenizer = tokenizer_with(family.template.replace(whole, less), family.tokens)
+    talk: Talk = [
+        {"role": "user", "content": "The weather in Paris?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL, SECOND]},
+        {"role": "tool", "content": "Paris"},  # values that the row has elsewhere too
+        {"role": "tool", "content": "get_weather Rome"},
+        {"role": "assistant", "content": "I look."},
+    ]
+    if case == "a system prompt":
+        talk = [{"role": "system", "content": "Paris?"}, *talk]
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, train_on=train_on))  # type: ignore[arg-type]
+    rows = encoder([{"messages": talk, "tools": TOOLS, "place": "talks.jsonl:1"}])
+    if case == "nothing":
+        assert len(list(rows)) == 1
+    else:
+        with pytest.raises(
+            DataError, match=rf"talks\.jsonl:1: the chat template leaves out {message}.*; use a template"
+        ):
+            list(rows)
+
+
+@pytest.mark.parametrize(
+    "printed", ["{{ '[' + call.function.arguments + ']' }}", "{{ '[' }}{{ call.function.arguments }}]"]
+)
+def test_arguments_become_json_text_for_a_template_that_takes_or_prints_texts(printed: str) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}" + printed + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(template, ("<|im_end|>", "<|im_start|>"))
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [CALL, SECOND]}]
+    of_texts = [{**CALL["function"], "arguments": '{"city": "Paris"}'}, {**SECOND["function"], "arguments":  # type: ignore[dict-item]
+                '{"city": "Rome", "days": 3, "hot": true}'}]  # fmt: skip
+    texts = [talk[0], {"role": "assistant", "content": "", "tool_calls": [{"function": each} for each in of_texts]}]
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
+    for _ in range(2):
+        [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(texts, tokenize=False)
+        assert runs_of(tokenizer, ids, mask)[0].endswith('[{"city": "Rome", "days": 3, "hot": true}]<|im_end|>')
+
+
+def test_a_rejected_conversation_names_a_way_out() -> None:
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.content + m.number }}{% endfor %}", ("</s>",))
+    talk = [{"role": "user", "content": "Hi", "number": 5}]
+    with pytest.raises(DataError, match=r"rejects a conversation: TypeError.*; change the row, or set a template"):
+        rendered(tokenizer, talk)
+
+
 @pytest.mark.parametrize("kind", ["list", "text", "texts", "parquet"])
 def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> None:
     import pyarrow as pa
@@ -379,7 +538,7 @@ def test_each_turn_is_trained_as_the_last_of_its_own_row(name: str) -> None:
     family, tokenizer, talk = FAMILIES[name], tokenizer_of(name), TALKS["three turns"]
     rows = rendered(tokenizer, [*talk, {"role": "user", "content": "Bye"}], turns="split")
     for i, (text, parts) in zip((1, 3, 5), rows, strict=True):
-        assert text == tokenizer.apply_chat_template(talk[: i + 1], tokenize=False)
+        assert text == whole_text(tokenizer, talk[: i + 1])
         assert parts == expected(family, talk[: i + 1])[-1:]
         prompt = tokenizer.apply_chat_template(talk[:i], tokenize=False, add_generation_prompt=True)
         open_end = tokenizer.apply_chat_template(talk[: i + 1], tokenize=False, continue_final_message=True)
@@ -480,3 +639,12 @@ def test_variables_of_the_template_are_set_in_every_rendering() -> None:
     tokenizer = tokenizer_with(marked, FAMILIES["generation marks"].tokens)
     [(text, parts)] = rendered(tokenizer, talk, chat_template_kwargs={"greeting": "Welcome."})
     assert text.startswith("Welcome.<|im_start|>user") and parts == answers
+
+
+def test_a_template_that_never_ends_is_an_error_of_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdptrain.data.chat.TEMPLATE_S", 0.2)
+    numbers = "range(99999)"
+    loops = f"{{% for a in {numbers} %}}{{% for b in {numbers} %}}{{% endfor %}}{{% endfor %}}"
+    render = ConversationRenderer(tokenizer_with(loops, ("</s>",)), Data(format=Format.chat))
+    with pytest.raises(DataError, match=r"the chat template does not finish: rendering takes longer than 0\.2 s;"):
+        render.prompt(talk_of("Hi"))

@@ -48,7 +48,7 @@ from fsdptrain.data import parts, readers, sources
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare, row_notes
-from fsdptrain.data.pack import best_fit_decreasing, cut, fill_sequences, pack, piece_labels
+from fsdptrain.data.pack import cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import CheckpointError, DataError, RecipeError, StorageError, WorkerLost
@@ -184,16 +184,6 @@ def test_sequences_are_filled_until_no_later_piece_fits(case: tuple[list[int], i
         later = [lengths[piece] for rest in sequences[number + 1 :] for piece in rest]
         assert 0 <= space < min(later, default=size + 1)
         assert sequence[0] == min(piece for rest in sequences[number:] for piece in rest)  # no piece waits for long
-
-
-@given(items)
-@settings(max_examples=100)
-def test_best_fit_decreasing_is_that_of_the_textbook(case: tuple[list[int], int]) -> None:
-    lengths, size = case
-    bins, expected = best_fit_decreasing(lengths, size), textbook_best_fit(lengths, size)
-    assert sorted(item for members in bins for item in members) == list(range(len(lengths)))
-    filled, as_expected = (sorted(sum(lengths[i] for i in members) for members in each) for each in (bins, expected))
-    assert filled == as_expected
 
 
 def test_filling_sequences_is_quick() -> None:

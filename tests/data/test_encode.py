@@ -5,15 +5,19 @@ The reference is the tokenizer on the whole text, with offsets: a token belongs 
 
 from __future__ import annotations
 
+import copy
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from support import GSM8K
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -26,8 +30,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizer
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
-from fsdptrain.data.encode import Encoder, prefix_tokens
+from fsdptrain.data.encode import Encoder, encoded_apart, prefix_tokens, prompt_tokens
 from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.errors import DataError
+from fsdptrain.processes import Interrupted, interrupt
 
 PROBLEMS = [json.loads(line) for line in GSM8K.read_text().splitlines()][:90]
 CODE = [
@@ -217,6 +223,31 @@ def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> 
     assert counts[0] == counts[1] if template == CHATML else abs(counts[0] / counts[1] - 1) < 0.01
 
 
+@pytest.mark.parametrize("strips", ["rstrip", "lstrip", "both"])
+def test_no_end_is_lost_in_white_space_that_an_added_token_takes(tokenizer: Any, strips: str) -> None:
+    """As those of Phi-3, with `rstrip`: the reference is the tokenizer on the whole text."""
+    sides = {"lstrip": strips != "rstrip", "rstrip": strips != "lstrip"}
+    taking = copy.deepcopy(tokenizer)
+    taking.add_special_tokens({
+        "extra_special_tokens": [AddedToken(f"<|{name}|>", normalized=False, special=True, **sides)
+                                 for name in ("user", "assistant", "end")]
+    })  # fmt: skip
+    taking.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    for answer in ("Answer", " Answer", "\n\n Answer \n", " ", ""):
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["Hi", answer] * 2)]
+        [(ids, mask)] = encoded(taking, [{"messages": talk}], format=Format.chat)
+        whole = taking(taking.apply_chat_template(talk, tokenize=False), add_special_tokens=False).input_ids
+        trained = [token for token, flag in zip(ids, mask, strict=True) if flag]
+        ends = [i for i, token in enumerate(ids) if token == taking.convert_tokens_to_ids("<|end|>")]
+        assert [mask[i] for i in ends] == [0, 1, 0, 1]
+        assert taking.decode(trained).replace(" ", "").replace("\n", "") == f"{answer.strip()}<|end|>" * 2
+        if strips != "lstrip":  # else a token with both `\n` before an answer and white space of it is cut
+            assert ids == whole
+
+
 @pytest.mark.parametrize("begin", [["<s>"], ["[gMASK]", "<sop>"], []], ids=["bos", "GLM", "none"])
 def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
     made = byte_level(False)
@@ -302,3 +333,39 @@ def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     digests = [tokenizer_digest(one) for one in each]
     assert len(set(digests)) == len(each)
     assert digests == [tokenizer_digest(one) for one in each]
+
+
+BACKTRACKING = pre_tokenizers.Split(Regex(r"\b(a|aa)+$"), "isolated")
+
+
+def test_a_tokenizer_that_panics_is_an_error_that_shows_the_text() -> None:
+    """A panic of Rust is no Exception of Python."""
+    made = byte_level(trim=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([BACKTRACKING, made.pre_tokenizer])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    hostile = "a" * 100 + "!"
+    rows = [{"text": text} for text in ("one", hostile, "two")]
+    message = rf"model\.tokenizer: its rules fail \(.*retry-limit.*\) on a text that begins '{'a' * 99}"
+    with pytest.raises(DataError, match=message):
+        list(Encoder(tokenizer, Data(seq_len=64))(rows))
+    with pytest.raises(DataError, match=message):
+        prompt_tokens(tokenizer, [{"role": "user", "content": hostile}], None)
+
+
+def test_a_signal_ends_the_wait_for_a_tokenizer_that_does_not_end() -> None:
+    """Python handles signals between its own instructions only."""
+    released = Event()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            encoded_apart(lambda texts, **_: released.wait(), ["text"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        released.set()
+
+    def tick() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        encoded_apart(lambda texts, **_: Event().wait(60), ["text"], tick)

@@ -552,6 +552,15 @@ def test_a_disk_without_space_for_two_checkpoints_is_refused_before_the_run(
     assert not record_try(fault_table, "disk full before the run", problems)
 
 
+def test_a_full_disk_of_temporary_files_is_named(small_disk: SmallDisk, tmp_path: Path) -> None:
+    """Not even the file is written there in which the agent looks for the error of a rank."""
+    small_disk.ballast(free=8192)
+    temporary = str(small_disk.inside / "disk")
+    recipe = small_recipe(tmp_path, train__steps=1, output_dir=str(tmp_path / "run"))
+    ended = Running(recipe, prefix=small_disk.prefix, TMPDIR=temporary).wait()
+    assert not ended.problems(6, f"no space: .* in {temporary}, for temporary files: .* set TMPDIR")
+
+
 # --- two nodes -------------------------------------------------------------------------------------------------------
 
 

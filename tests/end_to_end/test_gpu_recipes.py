@@ -67,7 +67,6 @@ def has_rows_of_one_document(plan: Plan) -> bool:
     [
         ("8B-packed", {"8B-packed": ("data.packing", "concat")}),
         ("8B-float8", {f"8B-float8-{kind}": ("train.float8", kind) for kind in ("rowwise", "tensorwise")}),
-        ("8B-nccl", {f"8B-{path[5:].replace('_', '-')}": (path, True) for path in rules.NCCL_KEYS}),
     ],
 )
 def test_runs_of_8b_differ_in_one_key(check: str, changes: dict[str, tuple[str, Any]], plans: Any) -> None:

@@ -397,10 +397,15 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
     ],
 )
 def test_a_url_that_cannot_be_used(url: str, words: str, tmp_path: Path) -> None:
-    for key in ("checkpoint__path", "output_dir"):
-        with pytest.raises(RecipeError, match=words) as refused:
-            load(write_recipe(tmp_path, **{key: url}))
-        assert [problem.field for problem in refused.value.problems] == [key.replace("__", ".")]
+    with pytest.raises(RecipeError, match=words) as refused:
+        load(write_recipe(tmp_path, checkpoint__path=url))
+    assert [problem.field for problem in refused.value.problems] == ["checkpoint.path"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "S3://bucket/runs", "s3:/bucket/runs"])
+def test_a_run_folder_is_on_a_disk(url: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"output_dir: '[sS]3:.*' is not a folder: .*\(checkpoint.path\)"):
+        load(write_recipe(tmp_path, output_dir=url))
 
 
 def test_a_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:

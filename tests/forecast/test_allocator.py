@@ -24,7 +24,7 @@ from fsdptrain.forecast.allocator import (
     replay_allocations,
     round_up,
 )
-from fsdptrain.forecast.trace import HOST, SYMMETRIC, Alloc, Free, Moment, Storage, Trace
+from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
 from fsdptrain.plan.gpus import default_settings, is_expandable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -50,20 +50,6 @@ class Tape:
 
     def replay(self, capacity: float | None = None, expandable: bool = False) -> Reserved:
         return replay_allocations(self.trace, GPU, None if capacity is None else int(capacity), expandable)
-
-
-@BOTH
-def test_symmetric_memory_serves_nothing_else_and_stays(expandable: bool) -> None:
-    pool, size = SYMMETRIC - 1, 1000 * MIB  # whole pages
-    tape = Tape().take("buffer", size, pool).give("buffer").take("again", size, pool).give("again")
-    assert tape.replay(expandable=expandable).peak_reserved == size
-    more = tape.take("weights", 2 * size)
-    found = more.replay(expandable=expandable)
-    assert (found.peak_reserved, found.peak_allocated) == (3 * size, 2 * size)
-    # A device that is full takes nothing from it; the pool gets what others have cached.
-    assert not more.replay(2.5 * size, expandable).fits
-    freed = more.give("weights").take("larger", 1.5 * size, pool).replay(3 * size, expandable)
-    assert (freed.fits, freed.retries) == (True, 1)
 
 
 @BOTH

@@ -16,7 +16,7 @@ from typing import Any
 
 from forks import Command, start_server
 from histories import store
-from histories.faults import CLOCK, FAULT, MACHINE
+from histories.faults import CLOCK, FAULT
 from support import ROOT, TESTS, environment, python_path
 
 LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
@@ -90,25 +90,19 @@ class Server:
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)
         self._env = environment(
-            PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(self.cache(0)), HF_HOME=str(folder / "hf"),
+            PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(folder / "cache"), HF_HOME=str(folder / "hf"),
             TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="",
         )  # fmt: skip
         with (folder / "server.log").open("wb") as log:
             self._address, self._process = start_server("histories.server", folder, self._env, stdout=log, stderr=log)
         self.run("--version")  # waits until the server has trained
 
-    def start(
-        self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0, machine: int = 0
-    ) -> Started:
-        """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`.
-
-        Another machine has another cache and another name; what they share is the folder of the history.
-        """
+    def start(self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0) -> Started:
+        """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`."""
         self._number += 1
         output, marker = (self.folder / "out" / f"{self._number}.{kind}" for kind in ("txt", "happened"))
         given = {**fault, "below": str(self.root), "marker": str(marker)} if fault else {}
-        env = {FAULT: json.dumps(given), CLOCK: str(ahead), MACHINE: str(machine)}
-        env |= {"FSDPTRAIN_CACHE": str(self.cache(machine))}
+        env = {FAULT: json.dumps(given), CLOCK: str(ahead)}
         command = [sys.executable, "-m", "fsdptrain", *map(str, words)]
         with output.open("wb") as stream:
             process = Command(
@@ -116,10 +110,6 @@ class Server:
                 stderr=stream, start_new_session=True,
             )  # fmt: skip
         return Started(self, command[3:], process, output, marker, fault or {}, time.time())
-
-    def cache(self, machine: int) -> Path:
-        """Return the folder of a machine's cache, in which it works on runs in a store."""
-        return self.folder / "cache" / str(machine)
 
     def run(self, *words: object, **how: Any) -> Ended:
         """Start a command and wait for its end."""

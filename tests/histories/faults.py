@@ -17,11 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.attempts import holder
-
 HANG_FACTOR = 0.1  # times the usual timeout, so that a hang is noticed soon
-# Variables: a fault as JSON; seconds that the clock is ahead; the number of the machine.
-FAULT, CLOCK, MACHINE = "HISTORY_FAULT", "HISTORY_CLOCK", "HISTORY_MACHINE"
+FAULT, CLOCK = "HISTORY_FAULT", "HISTORY_CLOCK"  # variables: a fault as JSON; seconds that the clock is ahead
 ROLES = {"fsdptrain.launch.agent": "agent", "fsdptrain.train.worker": "worker", "command": "command"}
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -41,8 +38,6 @@ def start(module: str) -> None:
     if role == "worker" and (ahead := float(os.environ.get(CLOCK, 0))):
         now = time.time
         time.time = lambda: now() + ahead
-    name = holder.BOOT_ID.read_text()
-    holder.node_name = lambda: f"{os.environ.get(MACHINE)}-{name}"
     fault = given()
     if role and fault.get("role") == role:
         sys.addaudithook(Hook(fault))

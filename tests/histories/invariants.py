@@ -179,7 +179,7 @@ def check_answers(folder: Path) -> dict[str, Any]:
 
 def check_set_aside(history: History) -> None:
     """Raise AssertionError if a checkpoint was renamed as damaged that is as it was written."""
-    for folder in history.run_dir.glob("checkpoints/*.damaged*"):
+    for folder in history.checkpoints.glob("*.damaged*"):
         try:
             files = json.loads((folder / "manifest.json").read_bytes())["files"]
             intact = all(digest(folder / name) == facts["sha256"] for name, facts in files.items())

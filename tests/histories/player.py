@@ -31,15 +31,14 @@ class History:
 
     def __init__(self, server: Server, in_store: bool = False) -> None:
         self.server, self.root = server, server.root
-        for left in (self.root, *(server.cache(machine) / "runs" for machine in (0, 1))):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
         warm = server.folder / "warm"
         for name in ("model", "data"):
             shutil.copytree(warm / name, self.root / name)
         (self.root / "recipe.yaml").write_text(json.dumps(recipe(self.root)))  # YAML, too
         self.undisturbed = invariants.Undisturbed.of(warm / "runs" / "run", warm / "exports")
-        self.in_store = in_store  # then this is where the store has its files
-        self.run_dir = self.root / ("store/bucket/run" if in_store else "runs/run")
+        self.in_store = in_store  # the checkpoints
+        self.run_dir = self.root / "runs/run"
         self.inputs: dict[Path, bytes] = {}  # files of the user that were changed → as they were
         self.unreadable: dict[Path, int] = {}  # files and folders without rights → their rights
         self.planted: dict[str, bytes] = {}  # name of a file that a user has put somewhere → its content
@@ -55,15 +54,14 @@ class History:
         fault: dict[str, Any] | None = None,
         ahead: float = 0.0,
         name: str = "",
-        machine: int = 0,
     ) -> Ended:
-        """Start the run, or continue it; with a `name`, another run. A run in a store may continue on any machine."""
+        """Start the run, or continue it; with a `name`, another run."""
         folder = self.root / "runs" / name if name else self.run_dir
         words = ["run", self.root / "recipe.yaml", f"output_dir={folder}"] if name else self._run_words()
         before = invariants.Files.of(self.root, self._places_of_run(folder))
         # Without a checkpoint it does not continue: it is another run, to which nothing can be compared.
         self.trained_with_change |= bool((overrides or self.inputs) and not name and not self.steps())
-        ended = self.server.run(*words, *overrides, fault=fault, ahead=ahead, machine=machine)
+        ended = self.server.run(*words, *overrides, fault=fault, ahead=ahead)
         self._shift_times(folder, ended, ahead)
         self._check(ended, before, folder)
         return ended
@@ -103,7 +101,7 @@ class History:
 
         The second one ends before that, unless it is frozen as well (`then`): then the first ends before it.
         """
-        exports = frozen["role"] == "command" and not self.in_store
+        exports = frozen["role"] == "command"
         places = [
             *self._places_of_run(self.run_dir),
             *(self._places_of_export("copy") if exports or second == "export --out" else []),
@@ -121,7 +119,7 @@ class History:
                 "verify": ["verify", self.run_dir, "--json"],
             }[second]  # fmt: skip
             fault = {**then, "do": "freeze"} if then else None
-            other = self.server.start(*of_second, fault=fault, machine=int(self.in_store))
+            other = self.server.start(*of_second, fault=fault)
             both = bool(then) and other.wait_for_fault()
             if both:
                 self._wait_until_frozen(other)
@@ -142,10 +140,11 @@ class History:
             self._check(ended, before, self.run_dir)
 
     def _run_words(self) -> list[object]:
-        return ["run", self.root / "recipe.yaml", f"output_dir={URL if self.in_store else self.run_dir}"]
+        place = [f"checkpoint.path={URL}"] if self.in_store else []
+        return ["run", self.root / "recipe.yaml", f"output_dir={self.run_dir}", *place]
 
     def _places_of_run(self, folder: Path) -> list[Path]:
-        return [self.root / "store", self.root / "store.uploads"] if self.in_store else [folder]
+        return [folder, *([self.root / "store", self.root / "store.uploads"] if self.in_store else [])]
 
     def _wait_until_frozen(self, command: Started) -> None:
         end = time.monotonic() + 10
@@ -226,16 +225,21 @@ class History:
     # what the invariants ask
 
     def own_files(self, folders: bool = False, pattern: str = "**/*") -> list[Path]:
-        """Return the files of the run folder, in one order; those that a user has put there are left out."""
-        found = [path for path in sorted(self.run_dir.glob(pattern)) if path.name not in self.planted]
+        """Return the files of the run, in one order; those that a user has put there are left out."""
+        places = [self.run_dir, *([self.checkpoints] if self.in_store else [])]
+        paths = [path for place in places for path in sorted(place.glob(pattern))]
+        found = [path for path in paths if path.name not in self.planted]
         return [path for path in found if path.is_file() or (folders and path.is_dir())]
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.root / "store/bucket/run" if self.in_store else self.run_dir / "checkpoints"
 
     def steps(self) -> list[int]:
         """Return the steps with a published checkpoint."""
         return sorted(
-            int(path.name[5:])
-            for path in self.run_dir.glob("checkpoints/step-????????")
-            if (path / "manifest.json").exists()
+            int(path.name[5:]) for path in self.checkpoints.glob("step-????????") if (path / "manifest.json").exists()
         )
 
     def _shift_times(self, folder: Path, ended: Ended, ahead: float) -> None:

@@ -28,7 +28,6 @@ from histories import faults, store
 from histories.client import STACKS
 from torch.distributed import HashStore
 
-import fsdptrain.attempts.holder
 import fsdptrain.checkpoint.export
 import fsdptrain.launch.agent
 import fsdptrain.launch.launcher
@@ -40,7 +39,6 @@ WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and f
     fsdptrain.checkpoint.export: {"POLL_S": 0.002},
     fsdptrain.launch.launcher: {"POLL_S": 0.005},  # each look reads two files
     fsdptrain.launch.agent: {"POLL_S": 0.005},
-    fsdptrain.attempts.holder: {"RENEW_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
     fsdptrain.train.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
 }
 TIMEOUT_FACTOR = 0.01  # of launch.timeout_s, for the same reason

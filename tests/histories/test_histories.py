@@ -140,7 +140,7 @@ def machine(server: Server) -> type[RuleBasedStateMachine]:
 
 
 def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
-    """Return the state machine of a run in an object store, which two machines may continue."""
+    """Return the state machine of a run whose checkpoints are in an object store."""
 
     class InStore(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -151,9 +151,9 @@ def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
         def start(self, fault: dict[str, Any]) -> None:
             self.history.run(fault=fault)
 
-        @rule(fault=st.none() | stops | kills | refusals, machine=st.integers(0, 1))
-        def run(self, fault: dict[str, Any] | None, machine: int) -> None:
-            self.history.run(fault=fault, machine=machine)
+        @rule(fault=st.none() | stops | kills | refusals)
+        def run(self, fault: dict[str, Any] | None) -> None:
+            self.history.run(fault=fault)
 
         @rule(frozen=freezes, then=st.none() | freezes)
         def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
@@ -254,20 +254,15 @@ def an_export_killed_before_its_mark(history: History) -> None:
     history.export(fault={**before_the_mark, "do": "SIGKILL command"})
 
 
-def a_store_that_refuses_the_export_and_the_logs(history: History) -> None:
-    history.run(fault={"role": "command", "match": "run/export", "at": 1, "do": "ENOSPC"})
-
-
 FOUND: list[Callable[[History], None]] = [
     unreadable_checkpoints, another_configuration, two_exports_to_one_folder, checkpoints_of_another_run,
     a_hang_on_a_clock_ahead, other_held_out_data, an_undone_save, an_export_killed_before_its_mark,
 ]  # fmt: skip
-FOUND_IN_STORE = [a_store_that_refuses_the_export_and_the_logs]
 
 
-@pytest.mark.parametrize("play", [*FOUND, *FOUND_IN_STORE], ids=lambda play: play.__name__)
+@pytest.mark.parametrize("play", FOUND, ids=lambda play: play.__name__)
 def test_histories_that_failed(play: Callable[[History], None], server: Server) -> None:
-    history = History(server, in_store=play in FOUND_IN_STORE)
+    history = History(server)
     try:
         play(history)
         history.settle()
@@ -280,6 +275,6 @@ def test_histories_that_failed(play: Callable[[History], None], server: Server) 
 def test_an_undisturbed_history(server: Server, in_store: bool) -> None:
     history = History(server, in_store)
     history.run()
-    history.run(machine=int(in_store))
+    history.run()
     history.settle()
     assert history.steps() == [2, 3, 4], "the best, and the two newest"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ from fsdptrain.inference.opened import OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.processes import VisibleText
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import printable
 
 TEXTS = ["To be, or not to be, that is the question. " * 8, "KING: who is there?", "Nay, answer me: stand."]
 POSITIONS = 20_000
@@ -128,7 +131,7 @@ def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp
         assert found["all"] == score_files(model, [chosen], ReadAs(), QUIET)["all"]
 
 
-def test_answers_are_those_of_generate(model: OpenedModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_those_of_generate(model: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue = Dialogue(model, Sampling(max_tokens=6, temperature=0, seed=0))
     messages: list[dict[str, str]] = []
     for text in TEXTS[1:]:
@@ -136,8 +139,9 @@ def test_answers_are_those_of_generate(model: OpenedModel, capsys: pytest.Captur
         ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
         written = model.model.generate(ids, attention_mask=ids**0, max_new_tokens=6, do_sample=False)
         answer = model.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        monkeypatch.setattr("sys.stdout", VisibleText(shown := io.BytesIO(), "utf-8"))
         assert dialogue.answer(text) == answer
-        assert capsys.readouterr().out.replace("\n", "").isprintable()
+        assert shown.getvalue().decode() == printable(answer) + "\n"
         messages.append({"role": "assistant", "content": answer})
     assert dialogue.messages == messages
 

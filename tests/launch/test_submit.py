@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -286,13 +285,6 @@ def test_times_that_leave_none_for_the_last_checkpoint_are_refused(tmp_path: Pat
 def test_an_empty_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--partition and --account: is empty"):
         slurm_script(job_of(tmp_path), partition="", account="")
-
-
-def test_the_log_of_a_run_in_an_object_store_is_here(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
-    recipe = dataclasses.replace(job.plan.recipe, output_dir="s3://bucket/run")
-    stored = dataclasses.replace(job, plan=dataclasses.replace(job.plan, recipe=recipe))
-    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(stored)
 
 
 def test_a_range_of_nodes_becomes_the_number_of_the_job(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import KINDS, small_config
+from reference import plain_log_probs, stream_of
 from safetensors.torch import load_file
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, write_pairs, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint.comparison import Sample, differences
@@ -227,3 +228,32 @@ def test_every_architecture_trains_or_is_rejected_by_name(tmp_path: Path) -> Non
         print(f"{way:40} {error}")
     assert not {way: error for way, error in refused.items() if error[0] != "RecipeError"}
     assert not {way: error for way, error in refused.items() if not re.search(NAMED, error[1])}
+
+
+APART = ("llama", "gemma2", "lfm2", "falcon_h1", "qwen3_next", "phi3")  # of the refused, see `test_preflight`
+
+
+@pytest.mark.parametrize("kinds", [APART, pytest.param(KINDS, marks=pytest.mark.soak)], ids=["some", "all"])
+def test_each_answer_of_a_pair_is_computed_as_if_it_were_alone(kinds: Sequence[str], tmp_path: Path) -> None:
+    """Without packing both are in one sequence. Architectures in which they would see each other are refused."""
+    variants = {}
+    for kind in kinds:
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float32).save_pretrained(tmp_path / kind)
+        variants[kind] = [f"model.id={tmp_path / kind}", f"output_dir={tmp_path / kind}-run"]
+    write_pairs(tmp_path / "pairs.jsonl", 8)
+    recipe = write_recipe(
+        tmp_path, model={"id": str(tmp_path / kinds[0]), "tokenizer": {"train": 512}},
+        data={"path": str(tmp_path / "pairs.jsonl"), "format": "preference", "seq_len": 192, "packing": "none"},
+        train={"objective": "dpo", "global_batch_size": 4, "micro_batch_size": 2, "loss": "plain"},
+    )  # fmt: skip
+    [found] = on_ranks(1, "pairs_alone", tmp_path / "rank", 1800, recipe=str(recipe), variants=variants)
+    refused = {kind: message for kind, message in found.items() if isinstance(message, str)}
+    corpus, worst = stream_of(recipe)[0].corpus, dict[str, float]()
+    for kind in kinds:
+        if kind not in refused:
+            expected = plain_log_probs(str(tmp_path / kind), corpus)
+            worst[kind] = ((torch.tensor(found[kind]) - expected) / expected).abs().max().item()
+        print(f"{kind:24} {refused.get(kind) or f'{worst[kind]:.0e}'}", flush=True)
+    assert not {kind: value for kind, value in worst.items() if value > 1e-5}
+    assert not refused.keys() & {*APART} and not [text for text in refused.values() if "packing=none" in text]

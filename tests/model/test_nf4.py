@@ -124,12 +124,13 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
         "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1", "fsdp.cpu_offload=true", "export.adapter=both",
         "export.merge_base=dequantized", "export.dtype=float32",
     ]  # fmt: skip
-    whole = {"QLoRA × weights whole": ["fsdp.ignore=['*.weight']"]}
+    whole = {"QLoRA × weights whole": ["fsdp.ignore=['*.weight']"], "QLoRA × copies": ["fsdp.strategy=NO_SHARD"]}
     variants = {"QLoRA": copies, "QLoRA bf16, recomputed": [], **whole}
     parity = Parity(recipe, CASES, steps=2)
     found = parity.train("quantised", 2, variants, tmp_path)
     parity.finish()
     assert_quantised(found)
+    assert not found["QLoRA × copies"]["copied"] and found["QLoRA"]["copied"]
     # What is gathered is the quantised bytes, as the forecast says.
     written = load(recipe, CASES["QLoRA bf16, recomputed"].words)
     plan = make_plan(written, Topology("cpu", 1, 2))

@@ -25,10 +25,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # two layers each, if possible one of ea
     "qwen3_5_text": {"layer_types": GATED}, "qwen3_next": {"layer_types": GATED},
     "olmo_hybrid": {"layer_types": GATED}, "kimi_linear": {"layer_types": GATED},
     "bamba": {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 16},
-    "falcon_h1": {
-        "mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16,
-    },
-    "nemotron_h": {"mamba_num_heads": 8, "chunk_size": 16}, "zamba2": {},
+    "falcon_h1": {}, "nemotron_h": {"mamba_num_heads": 8, "chunk_size": 16}, "zamba2": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 PACKED = [[70, 1, 2, 27], [3, 97]]
@@ -127,7 +124,10 @@ def test_a_gpu_needs_the_kernels_that_take_bounds(recipe: Path) -> None:
     for kind in ("qwen3_5_text", "bamba", "lfm2"):
         plan = make_plan(load(recipe), Topology("cuda", 1, 2))
         needed[kind] = str(missing_kernels(plan, model_of(kind))).partition(" needs the kernels of ")[2]
-        assert missing_kernels(varied(plan, {"data.packing": "none"}), model_of(kind)) is None
+        alone = varied(plan, {"data.packing": "none"})
+        assert missing_kernels(alone, model_of(kind)) is None
+        pairs = missing_kernels(varied(alone, {"train.objective": "dpo"}), model_of(kind))
+        assert str(pairs).startswith("train.objective: dpo with ")
     assert needed == {
         "qwen3_5_text": "causal-conv1d and flash-linear-attention on a GPU",
         "bamba": "causal-conv1d and mamba-ssm on a GPU",

@@ -425,10 +425,12 @@ def test_it_is_not_chosen_without_a_gpu_in_float32_or_with_another_kernel(tmp_pa
     assert choose_attention(plan, config_of(plan))[0].recipe.model.attn_implementation == varlen.NAME
 
 
+PAIRS = {"data__format": "preference", "train__objective": "dpo"}
 LONG = {"data__packing": "none", "data__seq_len": 128}
 CUDNN = {  # what is different, and the kernel on a card where torch prefers cuDNN
     "one document": ("llama", {}, {}, "sdpa"),
     "packed": ("llama", {}, {"data__packing": "bfd"}, varlen.NAME),
+    "pairs": ("llama", {}, PAIRS, varlen.NAME),
     "length": ("llama", {}, {"data__seq_len": 192}, varlen.NAME),
     "deterministic": ("llama", {}, {"train__deterministic": True}, varlen.NAME),
     "window": ("mistral", {"sliding_window": 40}, {}, varlen.NAME),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import small_config
 from broken_saves import when_synced
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
@@ -20,12 +23,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from fsdptrain.checkpoint import writer as writers
 from fsdptrain.checkpoint.exported import names_by_decoder_layer
 from fsdptrain.checkpoint.verify import INDEX
-from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, write_folder
+from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, tensors_in_files, write_folder
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
+from fsdptrain.data.hub import safetensors_files
 from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.model.config import announced_mtp, load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state
+from fsdptrain.model.weights import check_weights, fit_config, read_weights
 from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 
 LLAMA = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
 
@@ -139,7 +148,7 @@ def test_an_incomplete_folder_is_never_reported_as_exported(tmp_path: Path, monk
     for broken in ({n: t for n, t in tensors.items() if n != name}, {**tensors, name: tensors[name][:-1].clone()}):
         save_file(broken, out / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            check_export(out, bare)
+            check_export(out, tensors_in_files(bare))
 
 
 def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,3 +257,201 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 def test_weights_that_do_not_fit_are_rejected(override: str, refusals: dict[str, tuple[int, str]]) -> None:
     code, message = refusals[override]
     assert code == RecipeError.exit_code and REJECTED[override] in message
+
+
+Stored = dict[str, torch.Tensor]
+
+
+def plus(*names: str, size: tuple[int, ...] = (3, 5)) -> Callable[[Stored], Stored]:
+    """Return a function that adds tensors of these names to those of a file."""
+    return lambda stored: stored | {name: torch.randn(size) for name in names}
+
+
+def with_head(stored: Stored, copied: bool = False) -> Stored:
+    embedding = next(tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
+    return stored | {"lm_head.weight": embedding.clone() if copied else torch.randn_like(embedding)}
+
+
+def with_mtp(stored: Stored) -> Stored:
+    """Add a layer for multi-token prediction behind the four decoder layers, with a block like the last of them."""
+    block = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in stored.items() if ".layers.3." in name}
+    return stored | block | {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
+
+
+def renamed(before: str, after: str) -> Callable[[Stored], Stored]:
+    return lambda stored: {re.sub(before, after, name): tensor for name, tensor in stored.items()}
+
+
+TIED = {"tie_word_embeddings": True}
+NOT_READ, AS_THEY_ARE = "that transformers has no place for are not read", "are exported as they are"
+TWO = "have different values in the files, so they are trained and exported as two weights"
+UNKNOWN = "does not fit the architecture: unknown: "
+ODD: dict[str, tuple[str, dict[str, Any], Callable[[Stored], Stored], str]] = {
+    # name → architecture, its configuration, the change of its file, and what is said of it
+    "a head of its own": ("llama", TIED, with_head, TWO),
+    "gemma's own head": ("gemma2", {}, with_head, TWO),
+    "gpt2's own head": ("gpt2", {}, with_head, TWO),
+    "a copy of the embedding": ("llama", TIED, lambda stored: with_head(stored, copied=True), ""),
+    "the head for both": ("llama", TIED, renamed("^model.embed_tokens", "lm_head"), ""),
+    "no prefix": ("llama", {}, renamed("^model[.]", ""), ""),
+    "gpt2 without prefix": ("gpt2", {}, renamed("^transformer[.]", ""), ""),
+    "gpt2's mask, no prefix": ("gpt2", {}, lambda s: plus("h.0.attn.bias")(renamed("^transformer.", "")(s)), NOT_READ),
+    "gpt2's masks": ("gpt2", {}, plus("transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"), NOT_READ),
+    "gpt_neo's mask": ("gpt_neo", {}, plus("transformer.h.1.attn.attention.bias"), NOT_READ),
+    "gpt_neox's masks": (
+        "gpt_neox", {}, plus(*(f"gpt_neox.layers.0.attention.{end}" for end in ("bias", "rotary_emb.inv_freq"))),
+        NOT_READ,
+    ),
+    "gptj's mask": ("gptj", {}, plus("transformer.h.0.attn.masked_bias"), NOT_READ),
+    "rotary frequencies": ("llama", {}, plus("model.layers.0.self_attn.rotary_emb.inv_freq"), NOT_READ),
+    "qwen3_next's mtp": (
+        "qwen3_next", {}, plus("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"), AS_THEY_ARE,
+    ),
+    "qwen3.5's mtp": ("qwen3_5_text", {"mtp_num_hidden_layers": 1}, plus("mtp.fc.weight"), AS_THEY_ARE),
+    "mtp that is switched off": ("qwen3_5_text", {"mtp_num_hidden_layers": 0}, plus("mtp.fc.weight"), NOT_READ),
+    "deepseek's mtp": ("deepseek_v3", {}, with_mtp, AS_THEY_ARE),
+    "glm's mtp": ("glm4_moe", {}, with_mtp, AS_THEY_ARE),
+    "mtp that is not there": ("glm4_moe", {}, lambda stored: stored, "the export announces none"),
+    "another layer": ("llama", {}, with_mtp, f"{UNKNOWN}model.layers.4.eh_proj.weight, "),
+    "a stray weight": ("llama", {}, plus("model.layers.0.foo.weight"), f"{UNKNOWN}model.layers.0.foo.weight; to train"),
+    "one tie of several": ("zamba", {}, with_head, "ZambaForCausalLM would also untie model.layers.3"),
+}  # fmt: skip
+
+
+def odd_checkpoint(folder: Path, kind: str, own: dict[str, Any], change: Callable[[Stored], Stored]) -> None:
+    """Write a tiny random model whose file is changed."""
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(small_config(kind, **own), dtype=torch.float32).save_pretrained(folder)
+    stored = change(load_file(folder / "model.safetensors"))
+    save_file({n: t.clone() for n, t in stored.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def planned(tmp: Path, *overrides: str) -> Plan:
+    recipe = write_recipe(tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}})
+    return make_plan(load(recipe, list(overrides)), Topology("cpu", 1, 1))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_read_as_transformers_reads_them_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    kind, own, change, said = ODD[name]
+    odd_checkpoint(tmp_path / "model", kind, own, change)
+    expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    plan = planned(tmp_path)
+    config, files = load_config(plan, None), safetensors_files(plan)
+    try:
+        notes = fit_config(config, skeleton(config, plan.recipe.model), plan, files)
+        model = skeleton(config, plan.recipe.model)
+        notes += check_weights(model, plan, files).notes
+    except RecipeError as error:
+        assert said in str(error) and (UNKNOWN not in said or "model.ignore_weights" in str(error))
+        return
+    assert (said in notes[0] if said else not notes) and len(notes) <= 1
+    read_weights(model, skeleton(config, plan.recipe.model), plan, torch.device("cpu"), lambda *_: None)
+    params = dict(expected.named_parameters(remove_duplicate=False))
+    for key, param in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(param, params.pop(key)), key
+    assert not params
+    pairs = [(each.get_input_embeddings().weight, each.get_output_embeddings().weight) for each in (model, expected)]
+    assert len({embedding is head for embedding, head in pairs}) == 1
+    assert bool(announced_mtp(config)) == (said == AS_THEY_ARE and kind != "qwen3_next")
+
+
+def test_tensors_that_nothing_knows_are_left_out_by_the_recipe(tmp_path: Path) -> None:
+    odd_checkpoint(tmp_path / "model", "llama", {}, plus("model.layers.0.foo.weight", "bar"))
+    for value, message in {
+        "[bar]": "unknown: model.layers.0.foo.weight",
+        "[bar,'*.foo.*']": "",
+        "['*']": "",
+        "[bar,'*.foo.*',lm_head.weight]": "model.ignore_weights: 'lm_head.weight' matches no tensor that Llama",
+    }.items():
+        plan = planned(tmp_path, f"model.ignore_weights={value}")
+        bare = skeleton(load_config(plan, None), plan.recipe.model)
+        if message:
+            with pytest.raises(RecipeError, match=re.escape(message)):
+                check_weights(bare, plan, safetensors_files(plan))
+        else:
+            assert not check_weights(bare, plan, safetensors_files(plan)).notes
+
+
+def test_layers_that_were_cut_are_not_taken_for_multi_token_prediction(tmp_path: Path) -> None:
+    odd_checkpoint(tmp_path / "model", "glm4_moe", {}, lambda stored: stored)
+    plan = planned(tmp_path, "model.config.num_hidden_layers=3")
+    config = load_config(plan, None)
+    with pytest.raises(RecipeError, match=r"unknown: model\.layers\.3\."):
+        check_weights(skeleton(config, plan.recipe.model), plan, safetensors_files(plan))
+    assert announced_mtp(load_config(planned(tmp_path, "model.init=random"), None)) == 0, "nothing would be drawn"
+
+
+def test_a_tie_that_the_recipe_asks_for_and_the_files_contradict_is_refused(tmp_path: Path) -> None:
+    odd_checkpoint(tmp_path / "model", "llama", {}, lambda stored: stored)
+    plan = planned(tmp_path, "model.config.tie_word_embeddings=true")
+    config = load_config(plan, None)
+    with pytest.raises(
+        RecipeError, match=r"model.config.tie_word_embeddings: true, but lm_head.weight and model.embed"
+    ):
+        fit_config(config, skeleton(config, plan.recipe.model), plan, safetensors_files(plan))
+
+
+def test_a_file_and_an_index_beside_it_must_name_the_same_weights(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    odd_checkpoint(model, "llama", {}, lambda stored: stored)
+    plan, whole = planned(tmp_path), load_file(model / "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(model, max_shard_size="100KB")
+    (model / "model.safetensors").unlink()
+    shards = safetensors_files(plan)
+    assert len(shards) > 2
+    save_file(whole, model / "model.safetensors", {"format": "pt"})
+    assert safetensors_files(plan) == [str(model / "model.safetensors")], "what transformers reads"
+    (model / "pytorch_model.bin").touch()
+    assert safetensors_files(plan) == [str(model / "model.safetensors")], "what transformers reads"
+    refused = (
+        r"has model.safetensors, which transformers reads, and model.safetensors.index.json, which names files with"
+    )
+    whole["model.norm.weight"][0] += 1
+    save_file(whole, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=refused):
+        safetensors_files(plan)
+    Path(shards[0]).unlink()
+    with pytest.raises(RecipeError, match=refused):
+        safetensors_files(plan)
+    (model / INDEX).unlink()
+    config = json.loads((model / "config.json").read_text())
+    Path(model / "model.safetensors").rename(model / "other.safetensors")
+    for name in ("other.safetensors", "../model/other.safetensors"):
+        (model / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        if name.startswith("other"):
+            assert safetensors_files(plan) == [str(model / name)]
+        else:
+            with pytest.raises(RecipeError, match="names a file outside its folder"):
+                safetensors_files(plan)
+
+
+def test_the_export_has_what_transformers_and_servers_read_of_the_files(tmp_path: Path) -> None:
+    cases: dict[str, tuple[str, list[str]]] = {
+        "a head of its own": ("a head of its own", []),
+        "the head for both": ("the head for both", []),
+        "glm's mtp": ("glm's mtp", []),
+        "an adapter": ("glm's mtp", ["adapter.kind=lora", "export.adapter=merged"]),
+    }
+    variants = {}
+    for name, (odd, words) in cases.items():
+        kind, own, change, _ = ODD[odd]
+        odd_checkpoint(tmp_path / name, kind, own, change)
+        variants[name] = [f"model.id={tmp_path / name}", f"output_dir={tmp_path / name}-run", *words]
+    recipe = write_recipe(
+        tmp_path, model={"id": "unset", "tokenizer": {"train": 512}}, optim__lr=0.0, train__global_batch_size=2,
+        data__packing="none", data__max_rows=8, data__seq_len=16,
+    )  # fmt: skip
+    wrong = on_ranks(2, "exports", tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=1)[0]
+    assert not wrong, "\n\n".join(f"{kind}: {text}" for kind, text in wrong.items())
+    for name in cases:
+        export = tmp_path / f"{name}-run" / "export"
+        before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / name, export))
+        if name == "the head for both":
+            before["model.embed_tokens.weight"] = before.pop("lm_head.weight")
+        assert before.keys() == after.keys(), name
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items()), name
+        config = AutoConfig.from_pretrained(export)
+        has_mtp = any("mtp." in key or ".layers.4." in key for key in after)
+        assert bool(announced_mtp(config)) == has_mtp, "vLLM looks for what is announced"
+        assert config.tie_word_embeddings == (name == "the head for both"), "vLLM drops a head that is tied"

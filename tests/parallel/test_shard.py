@@ -7,30 +7,21 @@ import functools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Fsdp, Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import decoder_layers, tied, units_of
-from fsdptrain.parallel.patches import groups_of_units
+from fsdptrain.model.units import decoder_layers, in_buckets, tied, units_of
 from fsdptrain.parallel.recompute import recompute
-from fsdptrain.parallel.shard import compile_layers, shard
-from fsdptrain.parallel.world import World, make_mesh
-from fsdptrain.plan.plan import make_plan, varied
-from fsdptrain.plan.topology import Topology
+from fsdptrain.parallel.shard import compile_layers
 
 LAYERS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"
@@ -133,51 +124,6 @@ def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list
     assert [name for name in logs["copies, recorded"] if "reduce" in name] == [
         f"all-reduce of {unit}" for unit in reversed(units)
     ]
-
-
-needs_2_13 = pytest.mark.skipif(not hasattr(FSDPModule, "set_symm_mem_for_comm"), reason="torch 2.13 and newer")
-
-
-@needs_2_13
-def test_reductions_in_a_group_of_their_own_give_the_same(
-    recipe: Path, logs: dict[str, list[str]], inspected: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    options = {
-        "recipe": str(recipe),
-        "overrides": ["train.global_batch_size=4", "train.micro_batch_size=2", NO_PREFETCH],
-    }
-    for rank, found in enumerate(on_ranks(2, "reductions_apart", tmp_path, **options)):
-        assert max(largest_difference(found["curve"], inspected[rank]["plain"]["curve"])) < 1e-5
-        [gathers], [reductions] = found["groups"].values()
-        assert gathers != reductions
-        assert sorted(found["named"]) == sorted(logs["none, recorded"])
-
-
-@needs_2_13
-@pytest.mark.parametrize("own_group", [False, True])
-def test_buffers_in_symmetric_memory_are_set_before_collectives_get_names(own_group: bool, recipe: Path) -> None:
-    """By torch's own functions, which refuse other orders, on a fake group: only NCCL is replaced."""
-    changes = {"fsdp.symmetric_memory": True, "fsdp.separate_reduce_scatter": own_group}
-    plan = varied(make_plan(load(recipe, ["train.global_batch_size=8"]), Topology("cuda", 1, 8)), changes)
-    model = bare()
-    dist.init_process_group("cpu:fake", rank=0, world_size=8, store=dist.HashStore())
-    try:
-        with patch("torch.distributed._symmetric_memory.set_backend") as backend:
-            world: Any = SimpleNamespace(device=torch.device("cuda"), mesh=make_mesh(plan, "cpu"), reshard_mesh=None)
-            world.use_symmetric_memory = functools.partial(World.use_symmetric_memory, world)
-            shard(model, units_of(model, "auto"), world, plan)
-        backend.assert_called_with("NCCL")
-        whole, apart = set(), set()
-        for groups in groups_of_units(model).values():
-            for comms in ((group._all_gather_comm, group._reduce_scatter_comm) for group in groups):
-                assert [type(each).__name__ for each in comms] == ["NamedComm"] * 2
-                gather, reduction = (each._comm for each in comms)
-                assert (type(gather).__name__, type(reduction).__name__) == ("SymmMemAllGather", "SymmMemReduceScatter")
-                whole.add(gather._group.group_name)
-                apart.add(reduction._group.group_name)
-        assert len(whole) == len(apart) == 1 and (whole != apart) == own_group
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +325,20 @@ def test_auto_wraps_layers_embedding_and_head() -> None:
     units = units_of(model, "auto")
     assert [unit.name for unit in units] == ["embedding", *(f"model.layers.{i}" for i in range(3)), "head"]
     assert units[-1].modules == [model.model.norm, model.lm_head]
+
+
+def test_units_are_joined_up_to_the_size_of_a_bucket() -> None:
+    model = bare(num_hidden_layers=7, tie_word_embeddings=False, hidden_size=256)
+    units = units_of(model, "auto")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    joined = {cap: in_buckets(units, Fsdp(bucket_cap_mb=cap)) for cap in (None, 1, 4, 100)}  # a layer has 1.03 MiB
+    assert joined[None] == units and [unit.name for unit in joined[1]] == [unit.name for unit in units]
+    assert [unit.name for unit in joined[4]] == [
+        "embedding to model.layers.0", "model.layers.1 to model.layers.3", "model.layers.4 to head"
+    ]  # fmt: skip
+    assert [unit.name for unit in joined[100]] == ["embedding to head"]
+    modules = [module for unit in units for module in unit.modules]
+    assert all([module for unit in found for module in unit.modules] == modules for found in joined.values())
 
 
 def test_tied_weights_stay_together_in_the_root() -> None:

@@ -14,10 +14,7 @@ import pytest
 from support import environment, fsdptrain, write_recipe
 
 from fsdptrain.cli import _claim
-from fsdptrain.config import rules
 from fsdptrain.config.reader import load
-from fsdptrain.config.rules import NCCL_KEYS
-from fsdptrain.errors import RecipeError
 from fsdptrain.launch.launcher import worker_settings
 from fsdptrain.plan.limits import (
     Limits,
@@ -28,7 +25,7 @@ from fsdptrain.plan.limits import (
     risky_limits,
     uncompiled_note,
 )
-from fsdptrain.plan.plan import Plan, draft_plan, make_plan, open_plan
+from fsdptrain.plan.plan import Plan, make_plan, open_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.text import MIB
 
@@ -94,40 +91,6 @@ def test_the_ranks_of_a_node_share_its_cores_when_they_compile(tmp_path: Path) -
     assert worker_settings(plan, {})[name] == "12"
     assert worker_settings(dataclasses.replace(plan, threads=96), {})[name] == "32"
     assert name not in worker_settings(plan, {name: "1"})  # the user's is kept
-
-
-@pytest.fixture
-def recent_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "version", lambda library: "2.13.0+cu130")
-
-
-@pytest.mark.usefixtures("recent_torch")
-@pytest.mark.parametrize("path", NCCL_KEYS)
-def test_keys_of_nccl_are_refused_where_they_have_no_effect(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = load(write_recipe(tmp_path), [f"{path}=true", "train.global_batch_size=8"])
-    for topology, reason in (
-        (Topology("cuda", 1, 8), None), (Topology("cpu", 1, 2), "needs GPUs"), (Topology("cuda", 1, 1), "holds all"),
-    ):  # fmt: skip
-        found = [(problem.field, problem.message) for problem in draft_plan(written, topology)[1]]
-        assert [field for field, _ in found] == [path] * (reason is not None)
-        assert not reason or reason in found[0][1]
-    hybrid = load(write_recipe(tmp_path), [f"{path}=true", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1"])
-    assert path in [problem.field for problem in draft_plan(hybrid, Topology("cuda", 1, 8))[1]]
-    with pytest.raises(RecipeError, match=r"has no effect with fsdp\.strategy: NO_SHARD, only with FULL_SHARD"):
-        load(write_recipe(tmp_path), [f"{path}=true", "fsdp.strategy=NO_SHARD"])
-    monkeypatch.setattr(rules, "version", lambda library: "2.11.0")
-    with pytest.raises(RecipeError, match=r"needs torch 2\.13 or newer, and 2\.11\.0 is installed: remove it"):
-        load(write_recipe(tmp_path), [f"{path}=true"])
-
-
-@pytest.mark.usefixtures("recent_torch")
-def test_gathers_through_copy_engines_need_a_policy_of_nccl(tmp_path: Path) -> None:
-    name = "NCCL_CTA_POLICY"
-    assert name not in worker_settings(plan_on(tmp_path, 1), {})
-    plan = plan_on(tmp_path, 1, "cuda", "fsdp.symmetric_memory=true")
-    assert worker_settings(plan, {})[name] == "2" and name not in worker_settings(plan, {name: "0"})
 
 
 def test_limits_with_which_nccl_may_fail(tmp_path: Path) -> None:

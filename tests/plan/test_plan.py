@@ -97,7 +97,8 @@ def test_one_gpu_with_room_keeps_its_weights_gathered(tmp_path: Path) -> None:
 
     bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
     assert suited(bf16) == ("SHARD_GRAD_OP", "hold")  # 18 bytes a parameter
-    assert suited(bf16, billions=4) == suited(billions=3.3) == ("FULL_SHARD", "reduce")  # no room
+    assert suited(billions=4) == ("SHARD_GRAD_OP", "hold")  # 16, without a copy in another dtype
+    assert suited(bf16, billions=4) == suited(billions=4.1) == ("FULL_SHARD", "reduce")  # no room
     assert suited(bf16, "fsdp.cpu_offload=true") == suited(bf16, device="cpu") == ("FULL_SHARD", "reduce")
     assert suited(bf16, ranks=2) == ("FULL_SHARD", "reduce")
     assert suited(bf16, "fsdp.strategy=NO_SHARD") == ("NO_SHARD", "reduce")

@@ -11,10 +11,9 @@ import pytest
 import torch
 from simulated import SMALL, config_of, plan_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import flop_counter
 
-from fsdptrain.forecast.trace import SYMMETRIC, Alloc, Kernel
+from fsdptrain.forecast.trace import Kernel
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
@@ -125,25 +124,11 @@ def _check_step_on_hopper(folder: Path) -> None:
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
     assert estimate(plan, models, H100, True).attention == "cuDNN"
+    pairs = varied(plan, {"data.format": "preference", "train.objective": "dpo", "model.attn_implementation": "auto"})
+    for kernel in ("auto", "flash_attention_2"):  # which need no mask for the answers of a pair
+        named = varied(pairs, {"model.attn_implementation": kernel})
+        assert estimate(named, models, H100, True).attention == "FlashAttention 2"
     _check_rates(plan, models)
-    if hasattr(FSDPModule, "set_symm_mem_for_comm"):  # since torch 2.13
-        _check_keys_of_nccl(plan, models)
-
-
-def _check_keys_of_nccl(plan: Plan, models: Models) -> None:
-    """A group for reductions takes NCCL's memory; buffers in symmetric memory have blocks of their own."""
-    keys: tuple[dict[str, Any], ...] = ({}, {"fsdp.separate_reduce_scatter": True}, {"fsdp.symmetric_memory": True})
-    plain, apart, symmetric = (estimate(varied(plan, key), models, H100, True) for key in keys)
-    assert apart.overhead_bytes == plain.overhead_bytes + H100.communicator
-    assert (apart.collectives, apart.reserved_bytes) == (plain.collectives, plain.reserved_bytes)
-    assert (symmetric.peak_bytes, symmetric.collectives) == (plain.peak_bytes, plain.collectives)
-    assert symmetric.reserved_bytes > plain.reserved_bytes
-    assert any("its effect on time is not counted" in note for note in symmetric.notes)
-    trace = simulate(varied(plan, keys[2]), models.config, True, H100)
-    allocs = [event for event in trace.events if isinstance(event, Alloc)]
-    pooled = {event.storage.category for event in allocs if event.stream <= SYMMETRIC}
-    assert pooled == {"communication buffers", "gradients"}  # the reduced gradients, in float32, stay
-    assert all(e.stream <= SYMMETRIC or e.size < 1024 for e in allocs if e.storage.category == "communication buffers")
 
 
 def _check_rates(plan: Plan, models: Models) -> None:

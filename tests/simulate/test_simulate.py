@@ -37,7 +37,7 @@ from fsdptrain.train.step import Engine
 
 def on_real(plan: Plan) -> int:
     """Return the CPU allocator's peak in a step on real tensors, by torch's profiler; only the ranks are fake."""
-    packed = plan.recipe.data.packing != "none"
+    packed = plan.recipe.documents_share_sequences
     with fake_tensor_patches(packed, Recorder.unrecorded), pretend_world(plan, torch.device(HOST)) as world:
         engine, _ = simulate.make_engine(plan, config_of(plan), world)
         step(engine, plan, packed)  # so that the profiled step is not the first one
@@ -200,7 +200,7 @@ def test_the_peaks_of_the_whole_matrix(tmp_path: Path, size: str) -> None:
 
 RANKED = {
     "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16"],
-    "no shard": ["fsdp.strategy=NO_SHARD"],
+    "no shard, in buckets": ["fsdp.strategy=NO_SHARD", "fsdp.bucket_cap_mb=4"],
     "shards held": [
         "fsdp.strategy=HYBRID_SHARD",
         "fsdp.shard_size=1",
@@ -231,6 +231,8 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
             forecast[collective.kind] += collective.count
             forecast[f"{collective.kind} bytes"] += collective.size if collective.kind != "all-reduce" else 0
         assert forecast == called, name
+        if "buckets" in name:
+            assert forecast["all-reduce"] == 2  # two units each, of embedding, two layers and head
         for rank in found:
             least, most = rank[name]["peak"]
             assert 0.97 * least <= peak(trace, HOST).allocated <= 1.03 * most, (name, least, most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 from support import ROOT, write_recipe
 
 from fsdptrain.attempts.attempts import EarlierAttempts
@@ -21,9 +23,11 @@ from fsdptrain.launch.heading import heading
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import topology_of
+from fsdptrain.processes import VisibleText
 from fsdptrain.terminal.liveline import LiveLine
+from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import rate, wrapped
+from fsdptrain.text import printable, rate, wrapped
 
 STARTED = {
     "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "attention": "sdpa", "total_steps": 40,
@@ -265,3 +269,34 @@ def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
 def test_the_screen_handles_only_events_of_the_table() -> None:
     handled = {name.removeprefix("_on_") for name in vars(Screen) if name.startswith("_on_")}
     assert handled and handled <= EVENTS.keys()
+
+
+class TerminalBytes(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_obeys_only_our_own_styles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All characters that a terminal obeys or that turn a text around are visible, however a text is printed."""
+    turning = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
+    characters = [chr(code) for code in range(0x110000)]
+    obeyed = [c for c in characters if unicodedata.category(c) == "Cc" or unicodedata.bidirectional(c) in turning]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", VisibleText(shown := TerminalBytes(), "utf-8"))
+    text = "".join({*obeyed} - {"\n", "\t"}) + "\x1b[31mred[/red][link=x]"
+    page, record = Page(), {"event": "skip", "step": 1, "what": text}
+    with Screen() as screen:
+        for show in (screen.say, screen.paste, page.say, screen.show_waiting):
+            show(text)
+        page.draw(Text(text))
+        screen.show(record)
+        page.table([text, "loss"], [[text, text]])
+        page.table(["step"], [["1"]])
+        page.command([text])
+        print(text)
+    print(text, end="")
+    ours = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*[mAK])|\r")
+    assert {*ours.sub("", shown.getvalue().decode())}.isdisjoint({*obeyed} - {"\n"})
+    assert shown.getvalue().decode().count(r"\x1b[31mred[/red][link=x]") >= 9 and b"\x1b[1m" in shown.getvalue()
+    for harmless in ("naïve 東京\u3000\t🙂\u200d🔥\n", "שלום عليكم", "a\xa0b"):
+        assert printable(harmless) == harmless

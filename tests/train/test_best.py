@@ -7,12 +7,18 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import torch
 from support import TINY, events, fsdptrain, on_ranks, write_recipe
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.reader import load
+from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.folder.ownership import read_export_record
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import observe, status_lines
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 
 EVALUATED: dict[str, Any] = {
     "model__config": {"model_type": "llama", **TINY, "num_hidden_layers": 1}, "data__eval": {"fraction": 0.1},
@@ -125,3 +131,25 @@ def test_a_run_that_ends_early_is_finished_and_its_best_weights_are_exported(tmp
     again = fsdptrain("export", run, "--best", "--out", tmp_path / "again")
     weights = [folder / "model.safetensors" for folder in (run / "export", tmp_path / "again")]
     assert again.returncode == 0 and weights[0].read_bytes() == weights[1].read_bytes(), again.stdout + again.stderr
+
+
+def test_a_weight_that_only_held_out_rows_reach_is_named_if_it_is_not_finite(tmp_path: Path) -> None:
+    model = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}
+    recipe = write_recipe(tmp_path, model=model, data__eval={"path": str(tmp_path / "other.jsonl")}, data__max_rows=20)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "ÿ" * 20}, ensure_ascii=False))
+    base = LlamaForCausalLM(LlamaConfig(**TINY | {"num_hidden_layers": 1}))
+    base.save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(make_plan(load(recipe), Topology("cpu", 1, 1)), lambda *_: None)
+    with torch.no_grad():
+        base.model.embed_tokens.weight[tokenizer("ÿ").input_ids[-1]] = nan
+    base.save_pretrained(tmp_path / "model")
+    found = on_ranks(2, "held_out_failures", tmp_path / "ranks", recipe=str(recipe))
+    why = "model.embed_tokens.weight has values that are not finite"
+    assert found[0] == found[1] == [
+        [7, f"before the first step the held-out loss is nan: {why}"],
+        [7, f"the trained model's logits are nan: {why}"],
+    ]  # fmt: skip
+    data = ["--data", tmp_path / "other.jsonl", "--json"]
+    tokenizer.save_pretrained(tmp_path / "model")
+    ended = fsdptrain("eval", tmp_path / "model", *data)
+    assert ended.returncode == 7 and f"model: {why}" in ended.stderr, ended.stderr

@@ -12,25 +12,20 @@ import numpy as np
 import pytest
 import torch
 from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
-from support import SHAKESPEARE, TINY, on_ranks, strategies, write_recipe
+from support import TINY, on_ranks, strategies, write_pairs, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdptrain.config.reader import load
+from fsdptrain.data.corpus import prepare
 from fsdptrain.folder.rundir import RunDir
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.train import reference
+from fsdptrain.train.preflight import prepare_tokenizer_and_model
 
 STEPS, BATCH, LR = 4, 8, 1e-3
 LIMITS = np.array([1e-6, 1e-5, 1e-6, 1e-6, 2e-6, 1e-9])  # in float32, relative to the larger of the value and 1
 ALL_KEYS = ["train.dpo.beta=0.5", "train.dpo.label_smoothing=0.1", "train.dpo.sft_weight=0.3"]
-
-
-def write_pairs(path: Path, count: int = 150) -> None:
-    """Write pairs of very different lengths: the next lines of a speech, and the words of other lines."""
-    speeches = [each.split("\n") for each in SHAKESPEARE.read_text().split("\n\n")]
-    speeches = [lines for lines in speeches if len(lines) > 2][: 2 * count]
-    with path.open("w") as file:
-        for (name, first, *rest), (_, other, *_) in zip(speeches[::2], speeches[1::2], strict=True):
-            wrong = " ".join(reversed(other.split()))
-            file.write(json.dumps({"prompt": f"{name}\n{first}\n", "chosen": rest[0], "rejected": wrong}) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +126,53 @@ def test_a_full_disk_leaves_nothing_beside_the_reference(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="No space left"):
         reference._write(session, None, {"digest": np.zeros(1)})
     assert not [*tmp_path.iterdir()]
+
+
+LORA = ["adapter.kind=lora", "export.adapter=merged"]
+SAME = ["train.dpo.beta=0.2", "optim.lr=1e-5", "train.global_batch_size=16", "name=other", "eval.every=7"]
+OTHER = {  # what changes the log-probabilities, or their last bits
+    "packing": ["data.packing=none"], "sequences": ["seed=1"], "seq_len": ["data.seq_len=256"],
+    "rows": ["data.max_rows=9"],
+    "prompt": ["data.separator=:"], "dtype": ["fsdp.mixed_precision.param_dtype=bfloat16"],
+    "kernel": ["model.attn_implementation=eager"], "adapter": [*LORA, "adapter.r=4"],
+    "loss": ["train.loss=plain"], "config": ["model.config.rms_norm_eps=0.1"], "tokens": ["model.add_tokens=[a b]"],
+}  # fmt: skip
+
+
+def test_the_cache_of_the_reference_is_of_all_that_decides_it(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(words: list[str]) -> str:
+        written = load(recipe, words)
+        plan = make_plan(written, Topology("cpu", 1, 2))
+        tokenizer, prepared = prepare_tokenizer_and_model(plan, lambda *_: None)
+        stream, _, held_out = prepare(prepared.plan, tokenizer, lambda *_: None)
+        inputs: Any = SimpleNamespace(plan=prepared.plan, prepared=prepared)
+        world: Any = SimpleNamespace(device=torch.device("cpu"))
+        return json.dumps(reference._cache_key(inputs, world, [*stream.corpus.parts, *held_out.parts]))
+
+    monkeypatch.setattr(reference, "frozen_digest", lambda *_: "weights")
+    own = key([])
+    assert [word for word in SAME if key([word]) != own] == []
+    assert [name for name, words in OTHER.items() if key(words) == own] == []
+    monkeypatch.setattr(reference, "frozen_digest", lambda *_: "others")
+    assert key([]) != own
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [("float32", 0.05), ("bfloat16", 3.0)])
+def test_a_first_step_of_another_model_than_the_reference_ends_the_run(
+    dtype: str, shift: float, recipe: Path, tmp_path: Path
+) -> None:
+    """Not with dropout, which makes another model of it in every step."""
+    words = [f"fsdp.mixed_precision.param_dtype={dtype}"]
+    variants = {
+        "right": words,
+        "packed": [*words, "data.packing=none", "train.micro_batch_size=4"],
+        "lora": [*words, *LORA],
+        "shifted": words,
+        "dropout": [*words, *LORA, "adapter.dropout=0.5"],
+    }
+    found = on_ranks(
+        2, "first_steps", tmp_path / "ranks", recipe=str(recipe), variants=variants, shifts={"shifted": shift}
+    )
+    for each in found:
+        assert "in step 1 the model is the reference" in each.pop("shifted")
+        assert each == dict.fromkeys(variants.keys() - {"shifted"}, "")

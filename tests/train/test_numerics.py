@@ -66,17 +66,19 @@ def some_variants(world: int) -> dict[str, list[str]]:
     chosen = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
     names = [f"{strategy} × {world} / 2 held float32" for strategy in chosen]
     made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
-    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")]) | (shards_held() if world == 2 else {})
+    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")]) | (of_two_ranks() if world == 2 else {})
 
 
-def shards_held() -> dict[str, list[str]]:
-    """Return variants on two ranks whose shards of gradients are held, between copies and on their way to the host."""
+def of_two_ranks() -> dict[str, list[str]]:
+    """Return variants that hold shards of gradients, between copies and on their way to the host, and of one bucket."""
     held = "fsdp.accumulation=hold_shards"
+    _, bucket = variant(2, "NO_SHARD", 4, False, "bfloat16")
     _, copies = variant(2, "HYBRID_SHARD", 4, False, "float32")
     _, offloaded = variant(2, "FULL_SHARD", 4, False, "bfloat16")
     return {
         "HYBRID_SHARD × 2 / 4 shards held float32": [*copies, "fsdp.shard_size=1", held],
         "FULL_SHARD × 2 / 4 shards held, offloaded bfloat16": [*offloaded, "fsdp.cpu_offload=true", held],
+        "NO_SHARD × 2 / 4 in one bucket bfloat16": [*bucket, "fsdp.bucket_cap_mb=100"],
     }
 
 
@@ -133,7 +135,7 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
 @pytest.mark.soak
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_curve_agrees_with_the_plain_loop(world: int, recipe: Path, reference: Curve, tmp_path: Path) -> None:
-    variants = all_variants(world) | (shards_held() if world == 2 else {})
+    variants = all_variants(world) | (of_two_ranks() if world == 2 else {})
     assert_curves_agree(world, variants, recipe, reference, tmp_path, dict.fromkeys(LIMITS, STEPS))
 
 

@@ -26,14 +26,20 @@ from fsdptrain.model import flash, probe
 from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan, varied
 from fsdptrain.plan.topology import Topology, find_topology, topology_of
 from fsdptrain.processes import memory_limited_to
-from fsdptrain.train.preflight import balance_note, prepare_model, prepare_tokenizer_and_model, slow_dtype_note
+from fsdptrain.train.preflight import (
+    balance_note,
+    check_documents,
+    prepare_model,
+    prepare_tokenizer_and_model,
+    slow_dtype_note,
+)
 from fsdptrain.train.setup import gpu_fault, rocm_fault
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
@@ -138,12 +144,15 @@ def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: st
 
 
 REFUSED = {  # (model, packing) → part of the message; None: it is accepted
-    ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
+    ("bloom", "bfd"): "BloomForCausalLM does not tell documents apart by their position ids: use data.packing=none",
     ("bloom", "none"): None,
     ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
     ("mamba", "bfd"): "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
     ("mamba2", "bfd"): "passes no bounds of documents on to causal_conv1d_fn, mamba_chunk_scan_combined",
-    ("granitemoehybrid", "bfd"): "because GraniteMoeHybridForCausalLM ignores position ids",
+    (
+        "granitemoehybrid",
+        "bfd",
+    ): "because GraniteMoeHybridForCausalLM does not tell documents apart by their position ids",
     ("kimi_linear", "bfd"): None,
     ("bert", "none"): "BertLMHeadModel is not causal",
     (
@@ -166,6 +175,30 @@ def test_whether_documents_see_each_other_is_known_before_the_run(kind: tuple[st
     with pytest.raises(RecipeError) as caught:
         prepare_model(plan, 512)
     assert message in str(caught.value)
+
+
+PAIRS = ["data.format=preference", "train.objective=dpo", "data.packing=none"]
+WITHOUT_PAIRS = {  # a model whose answers of a pair would see one another → part of the message
+    "bloom": "BloomForCausalLM does not tell documents apart by their position ids: use another model, or learn the "
+    "chosen answers alone",
+    "gpt_oss": "GptOssForCausalLM does not tell documents apart",
+    "mpt": "MptForCausalLM does not tell documents apart",
+    "rwkv": "RwkvForCausalLM does not tell documents apart",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM does not tell documents apart",
+    "mamba": "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
+    "mamba2": "passes no bounds of documents on to causal_conv1d_fn",
+    "deepseek_v4": "DeepseekV4ForCausalLM does not tell documents apart",
+    "phi3": "data.seq_len: above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_PAIRS)
+def test_the_answers_of_a_pair_are_apart_or_the_model_is_refused(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**PHI3) if kind == "phi3" else small_config(kind)
+    plan, bare = choose_attention(plan_of(tmp_path, MODELS["llama"], *PAIRS), config)
+    with pytest.raises(RecipeError, match=re.escape(WITHOUT_PAIRS[kind])) as caught:
+        check_documents(plan, config, bare)
+    assert "data.packing" not in str(caught.value), "this is not the way out"
 
 
 def test_rows_of_a_micro_batch_are_checked_too(tmp_path: Path) -> None:
