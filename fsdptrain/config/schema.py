@@ -122,8 +122,8 @@ class SourceKeys:
 
     path: Any = key(
         None,
-        "file, glob or folder, also in an object store (s3://BUCKET/…, gs://, az://), a list of them, or a Hub data "
-        "set as org/name[:config[:split]]",
+        "file, glob or folder (of several splits: that to train on), also in an object store (s3://BUCKET/…, gs://, "
+        "az://), a list of them, or a Hub data set as org/name[:config[:split]]",
         forms=(None, str, list[str]),
     )
     revision: str | None = key(
@@ -135,7 +135,8 @@ class SourceKeys:
     )
     columns: dict[str, Any] = key(
         {},
-        "field → name of its column, where they differ; a list of columns is joined with empty lines",
+        "field → name of its column, where they differ; a list of columns is joined: texts with empty lines, messages "
+        "one after the other, of which the last column is trained",
         values=(str, list[str]),
     )
     train_on: Literal["all", "completion"] = key(

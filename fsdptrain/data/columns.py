@@ -20,6 +20,7 @@ from fsdptrain.data.messages import (
     check_unicode,
     is_conversation,
     is_sharegpt,
+    masking_keys,
     read_messages,
     read_tools,
 )
@@ -265,10 +266,8 @@ def _conversation_fields(
     messages += read_messages(row, last, place, unread, "assistant" if before else None)
     answers = [each for each in messages if each["role"] == "assistant"]
     if data.train_on == "completion" and not any(each.get("weight", 1) for each in answers):
-        roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
-        why = (
-            "all messages of the assistant have weight 0" if answers else f"no message of the assistant, but of {roles}"
-        )
+        masked = f"{' and '.join(masking_keys(row[last]))} masks all of the assistant's"
+        why = masked if answers else f"none of the assistant, but of {listed({each['role']: 0 for each in messages})}"
         unread.add(f"conversation without a trained message: {why}", place)
     return _conversation(columns, messages, row, place, unread, "messages")
 

@@ -130,8 +130,9 @@ def read_messages(
     if text_role and isinstance(given, str) and not is_conversation(value):
         is_call = text_role == "assistant" and bool(value) and all(map(_is_call, _listed(value)))
         value = [{"role": text_role, "tool_calls": value} if is_call else {"role": text_role, "content": given}]
-    if isinstance(value, dict) and all(isinstance(each, list) for each in value.values()):  # a column for each key
-        value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=False)]
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if all(isinstance(each, list) for each in columns) and len({*map(len, columns)}) == 1:  # a list for each key
+        value = [dict(zip(value, each, strict=True)) for each in zip(*columns, strict=True)]
     value = _listed(value)
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: {column!r} is {type_name(given)}; expected a list of messages, or its JSON text")
@@ -224,6 +225,11 @@ def _weight(message: Message, role: str, at: str) -> dict[str, int]:
     if len(weights) > 1:
         raise DataError(f"{at}: {weights[0]} says that it is not trained, {weights[1]} that it is: keep one of them")
     return {"weight": next(iter(weights))} if weights else {}
+
+
+def masking_keys(messages: Any) -> list[str]:
+    """Return the keys that say of messages, as they are in the data, whether they are trained."""
+    return [key for key in (*TRAINED_IF, *MASKED_IF) if any(key in each for each in _listed(parsed(messages)))]
 
 
 def _text_parts(content: list[Any], at: str) -> list[dict[str, str]]:

@@ -221,16 +221,18 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         chat(USER | {"mood": "gay"}, CALLING | {"tool_calls": [odd]}, images=["b.png"], chat_template_kwargs={"a": 1}),
         chat(USER, {"role": "narrator", "content": "N"}),
         chat({"role": "system", "content": "S"}, USER, ANSWER, system="T"),
+        chat(USER, ANSWER | {"loss": False}),
     )  # fmt: skip
     rows, unread = read(path, "{{ message.channel }} {% if role == 'critic' %}")
-    assert len(rows) == 5 and unread.found == {
+    assert len(rows) == 6 and unread.found == {
         "column 'images' is not read": (2, f"{path}:2"),
         "key 'mood' of messages is not read": (2, f"{path}:2"),
         "column 'chat_template_kwargs' is not read": (1, f"{path}:3"),
         "key 'approved' of tool calls is not read": (1, f"{path}:3"),
         "role 'narrator' of messages is not known: they are not trained": (1, f"{path}:4"),
-        "conversation without a trained message: no message of the assistant, but of user, narrator": (1, f"{path}:4"),
+        "conversation without a trained message: none of the assistant, but of user, narrator": (1, f"{path}:4"),
         "column 'system' is not read beside a system message": (1, f"{path}:5"),
+        "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:6"),
     }
 
 
