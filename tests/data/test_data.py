@@ -1180,7 +1180,10 @@ def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monk
     assert (again.notes, again.fingerprint) == (first.notes, first.fingerprint)
 
 
-@pytest.mark.parametrize("marks", ["", "{% generation %}{{ messages[1].content }}{{ eos_token }}{% endgeneration %}"])
+MARKED = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{{ eos_token }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize("marks", ["", MARKED])
 def test_a_template_renders_the_day_of_the_run(marks: str, bpe: Any, tmp_path: Path, own_cache: Path) -> None:
     tokenizer = copy.deepcopy(bpe)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + (marks or PLAIN_CHAT_TEMPLATE)
