@@ -43,7 +43,7 @@ data:
   strategy: {strategy} # one of {strategies}
   activation_checkpointing: {recomputed} # selective or full: less memory, more time
 {fsdp}
-optim: {{lr: 2e-5}}
+optim: {{lr: {rate}}}
 train:
 {objective}  epochs: {epochs}
   global_batch_size: {batch} # sequences of one optimizer step, over all ranks
@@ -64,11 +64,14 @@ class Starter:
     path: DataPath
     read_as: Data
     described: str  # which columns are read as what
+    held_out: str | None = None  # the path of held-out data; without it a share of the rows is held out
 
     def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
         """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
-        fraction = (keys.get("data.eval") or {}).get("fraction")
-        held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
+        fraction, held_out = (keys.get("data.eval") or {}).get("fraction"), NOT_HELD_OUT
+        if self.held_out or fraction:
+            held_out = f"eval: {yaml_text({'path': self.held_out} if self.held_out else {'fraction': fraction})}"
+            held_out += "" if self.held_out else " # share of the tokens to hold out"
         extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
         written = {"fsdp.strategy", "fsdp.activation_checkpointing"}
         fsdp = {
@@ -92,6 +95,7 @@ class Starter:
             strategies=", ".join(Strategy),
             recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
             fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            rate="1e-6" if self.read_as.format.is_paired else "2e-5",
             objective="  objective: dpo # learn which of two answers is preferred\n" * self.read_as.format.is_paired,
             epochs=keys.get("train.epochs", 1),
             batch=keys.get("train.global_batch_size", 64),
@@ -99,7 +103,7 @@ class Starter:
             checkpoint=keys.get("checkpoint.every", 500),
             log=keys.get("log.every", 1),
         )
-        return text + (f"eval: {{every: {keys['eval.every']}}} # steps\n" if fraction else "")
+        return text + (f"eval: {{every: {keys['eval.every']}}} # steps\n" if keys.get("eval.every") else "")
 
 
 def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
@@ -121,7 +125,7 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     form, columns = likely
     read_as = Data(format=form, columns=dict(columns))
     _, rows = peek(found, read_as)
-    if form.has_prompt and seam_without_space(rows, read_as):
+    if seam_without_space(rows, read_as):
         read_as.separator = "\n"
     places = [
         _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
