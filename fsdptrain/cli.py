@@ -82,6 +82,10 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run (its export, or else its newest checkpoint), or a model")
 ]
 StepOption = Annotated[int | None, typer.Option(metavar="N", help="the checkpoint of this step of a run")]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="of a run on several sources: read as the rows of this one; default: as fits"),
+]
 DtypeOption = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="of the computation; default: float32 on a CPU, else the run's")
 ]
@@ -683,23 +687,27 @@ def evaluate(
     seq_len: Annotated[
         int | None, typer.Option(metavar="N", min=8, help="tokens at which rows are divided; default: the run's")
     ] = None,
+    source: SourceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Compute the loss of a model on files. Rows are read as the run read them; one process computes."""
+    """Compute the loss of a model on files; of DPO on pairs also accuracy, margin and rewards. One process computes."""
     from fsdptrain.config.formats import Format
     from fsdptrain.terminal.page import Page
 
     if form not in (None, *Format):
         raise RecipeError(f"--format: {form!r} is not one of {', '.join(Format)}")
+    if form is not None and source is not None:
+        raise RecipeError("--source says how rows are read: leave out --format")
     pairs = [pair.partition("=") for pair in column or []]
     if wrong := [name for name, _, value in pairs if not name or not value]:
         raise RecipeError(f"--column: {wrong[0]!r} is not FIELD=COLUMN, such as text=body")
     with _screen_beside_result() as screen, _opened_model(model, step, dtype, trust_remote_code, screen) as opened:
         from fsdptrain.inference.scores import ReadAs, score_files, show_scores
 
-        found = score_files(opened, data, ReadAs(form, {name: value for name, _, value in pairs}, seq_len), screen)
+        read_as = ReadAs(form, {name: value for name, _, value in pairs}, seq_len, source)
+        found = score_files(opened, data, read_as, screen)
     if as_json:
         _print_json(found)
     else:
@@ -716,6 +724,7 @@ def chat(
     ] = 0.7,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="the same seed and inputs get the same answers")] = 0,
     step: StepOption = None,
+    source: SourceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -725,7 +734,7 @@ def chat(
             opened = stack.enter_context(_opened_model(model, step, dtype, trust_remote_code, screen))
         from fsdptrain.inference.dialogue import Dialogue, Sampling, talk
 
-        dialogue = Dialogue(opened, Sampling(max_tokens, temperature, seed))
+        dialogue = Dialogue(opened, Sampling(max_tokens, temperature, seed), source)
         if prompt is not None:
             dialogue.answer(prompt)
         else:

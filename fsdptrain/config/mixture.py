@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.reflection import key_of
 from fsdptrain.config.schema import Data, DataSource, SourceKeys
 from fsdptrain.config.values import recipe_of
-from fsdptrain.errors import Problem
+from fsdptrain.errors import Problem, RecipeError, shortened
 
 KEYS = [key_of(spec) for spec in dataclasses.fields(SourceKeys)]  # of `data` that a source may have for itself
+READING = [key for key in KEYS if key not in ("path", "revision", "drop_duplicates", "max_rows")]  # how a row is read
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,48 @@ def sources_of(data: Data) -> list[MixtureSource]:
     if not data.sources:
         return [MixtureSource(_default_name(data.path), data)]
     return [_source(data, item) for item in data.sources]
+
+
+def prompt_source(data: Data) -> MixtureSource:
+    """Return the source as whose rows prompts are read: the first of conversations, else of prompts, else of texts."""
+    return max(sources_of(data), key=lambda source: [*Format].index(source.data.format))
+
+
+def source_named(data: Data, name: str) -> MixtureSource:
+    """Return the source that the option --source names; raises RecipeError if there is none."""
+    found = {source.name: source for source in sources_of(data)}
+    if name not in found:
+        raise RecipeError(f"--source: {shortened(repr(name))} is no source of the run: use one of {', '.join(found)}")
+    return found[name]
+
+
+def readings(data: Data, available: Collection[str], columns: Mapping[str, Any] = {}) -> dict[str, Data]:
+    """Return how other rows with these columns can be read, as those of which sources; once for each way to read.
+
+    `columns` (field → column) are in place of those of the sources.
+    """
+    found: dict[str, Data] = {}
+    for source in sources_of(data):
+        read_as, form = reading(data, source, columns), source.data.format
+        fits = {*_columns_read(read_as)} <= {*available} and columns.keys() <= {*form.fields, *form.optional}
+        if fits and read_as not in found.values():
+            found[source.name] = read_as
+    return found
+
+
+def reading(data: Data, source: MixtureSource, columns: Mapping[str, Any] = {}) -> Data:
+    """Return `data` for other rows, which are read as those of a source, but for these columns."""
+    way = {key: getattr(source.data, key) for key in READING} | {"columns": {**source.data.columns, **columns}}
+    return dataclasses.replace(data, sources=[], **way)
+
+
+def describe_readings(data: Data) -> str:
+    """Return which columns each source reads, for a message: `maths: question, answer; talk: messages`."""
+    return "; ".join(f"{source.name}: {', '.join(_columns_read(source.data))}" for source in sources_of(data))
+
+
+def _columns_read(data: Data) -> list[str]:
+    return [column for field in data.format.fields for column in places(data.columns.get(field, field))]
 
 
 def _source(data: Data, item: dict[str, Any]) -> MixtureSource:

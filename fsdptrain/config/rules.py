@@ -14,7 +14,7 @@ from fsdptrain.config.mixture import KEYS, mixture_problems, sources_of
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
-from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
+from fsdptrain.config.schema import MAX_NODES, Data, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.values import item_messages, value_text
 from fsdptrain.errors import Problem
@@ -54,10 +54,12 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
     yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
-    if not recipe.data.sources or "path" in (recipe.data.eval or {}):
+    if not recipe.data.sources:
         yield from _preference_problems(recipe)
     if recipe.data.window is not None:
         yield from _window_problems(recipe)
+    if isinstance(recipe.data.eval, dict) and "source" in recipe.data.eval:
+        yield from _held_out_problems(recipe.data, recipe.data.eval["source"])
     if recipe.eval.best_of is not None and recipe.data.eval:
         yield from _best_of_problems(recipe)
     yield from _fsdp_problems(recipe)
@@ -333,6 +335,15 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
     ):
         if is_set:
             yield Problem(fault, "data.window")
+
+
+def _held_out_problems(data: Data, named: str) -> Iterator[Problem]:
+    """Yield the problem with `source` of `data.eval`, which is set, unless it is one of several sources."""
+    names = [] if any(item_messages("data.sources", data.sources)) else [each.name for each in sources_of(data)]
+    if not data.sources:
+        yield Problem("source has no effect without data.sources: remove it", "data.eval")
+    elif names and named not in names:
+        yield Problem(f"source: {value_text(named)} is not one of the sources {', '.join(names)}", "data.eval")
 
 
 def _best_of_problems(recipe: Recipe) -> Iterator[Problem]:

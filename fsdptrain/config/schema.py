@@ -220,8 +220,9 @@ class Data(SourceKeys):
     )
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
-        forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
+        "held-out data: {path, max_rows}, read as the rows of {source} of a mixture, by default of the one that its "
+        "columns fit; or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
+        forms=(None, {"path": str, "max_rows?": int, "source?": str}, {"fraction": float}),
     )
 
     @property
@@ -521,8 +522,8 @@ class Eval:
     )
     prompts: list[str] = key(
         [],
-        "texts, with format chat messages of a user, that the model continues at each evaluation, choosing the most "
-        "likely tokens",
+        "texts that the model continues at each evaluation, choosing the most likely tokens; messages of a user if a "
+        "source is of format chat",
         needs="data.eval",
         any_text=True,
     )

@@ -28,7 +28,14 @@ from typing import Any, NotRequired, TypedDict, cast
 import numpy as np
 import torch
 
-from fsdptrain.config.mixture import MixtureSource
+from fsdptrain.config.mixture import (
+    MixtureSource,
+    describe_readings,
+    reading,
+    readings,
+    source_named,
+    sources_of,
+)
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
@@ -37,7 +44,14 @@ from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined, join
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
-from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, readable_files, splits_note
+from fsdptrain.data.sources import (
+    DIGEST_FILE,
+    data_stamps,
+    fingerprint,
+    first_source,
+    readable_files,
+    splits_note,
+)
 from fsdptrain.errors import DataError, listed
 from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import LAYOUT, Plan
@@ -463,11 +477,36 @@ def prepare(
             sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction"), earlier))
     held_out = [corpus for _, *rest in sources for corpus in rest]
     if plan.eval_path is not None:
-        data = dataclasses.replace(plan.recipe.data, path=plan.eval_path, window=None)
-        held_out += packed(data, wanted.get("max_rows"))
+        held_out += packed(_held_out_data(plan, plan.eval_path), wanted.get("max_rows"))
     stream = Stream.of(plan.sources, [train for train, *_ in sources], seed)
     corpus = Mixture.of(held_out) if held_out else stream.corpus
     return stream, list(range(len(corpus))) if held_out else [], corpus
+
+
+def _held_out_data(plan: Plan, path: str) -> Data:
+    """Return how the held-out file of a recipe is read: in a mixture as the source that is named or its columns fit.
+
+    The keys of `data` itself go first if a source has their format. Raises DataError if the sources read it in
+    different ways, or none can.
+    """
+    data = dataclasses.replace(plan.recipe.data, path=path, window=None)
+    if not data.sources:
+        return data
+    if named := data.eval.get("source"):
+        return reading(data, source_named(data, named))
+    readable_files(path, limit=1)
+    columns = first_source(path).columns
+    found = readings(data, columns)
+    if data.format in {source.data.format for source in sources_of(data)}:
+        found = readings(dataclasses.replace(data, sources=[]), columns) or found
+    if len(found) == 1:
+        return next(iter(found.values()))
+    way_out = "name one in data.eval.source"
+    if found:
+        raise DataError(f"data.eval.path: sources read these columns in different ways ({listed(found)}): {way_out}")
+    raise DataError(
+        f"data.eval.path: its columns ({listed(columns)}) fit no source ({describe_readings(data)}): {way_out}"
+    )
 
 
 @contextlib.contextmanager

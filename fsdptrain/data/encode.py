@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from fsdptrain.config.mixture import prompt_source
 from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
@@ -284,10 +285,10 @@ def end_tokens(tokenizer: Any, generation_config: Any) -> list[int]:
 
 def evaluated_prompts(recipe: Recipe, tokenizer: Any, day: date | None = None) -> list[list[int]]:
     """Return the tokens of `eval.prompts`. Raises RecipeError for one that leaves no room in a sequence."""
-    room = recipe.data.seq_len - recipe.eval.max_new_tokens
+    data, room = prompt_source(recipe.data).data, recipe.data.seq_len - recipe.eval.max_new_tokens
     found = []
     for number, text in enumerate(recipe.eval.prompts):
-        found.append(prompt_tokens(tokenizer, [{"role": "user", "content": text}], recipe.data, day))
+        found.append(prompt_tokens(tokenizer, [{"role": "user", "content": text}], data, day))
         if not 0 < (count := len(found[-1])) <= room:
             reason = (
                 f"its {counted(count, 'token')} and the {recipe.eval.max_new_tokens:,} of eval.max_new_tokens are more "

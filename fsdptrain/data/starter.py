@@ -44,7 +44,7 @@ data:
   strategy: {strategy} # one of {strategies}
   activation_checkpointing: {recomputed} # selective or full: less memory, more time
 {fsdp}
-optim: {{lr: 2e-5}}
+optim: {{lr: {rate}}}
 train:
 {objective}  epochs: {epochs}
   global_batch_size: {batch} # sequences of one optimizer step, over all ranks
@@ -65,13 +65,12 @@ class Starter:
     path: DataPath
     read_as: Data
     described: str  # which columns are read as what
-    held_out: DataPath | None  # the split to hold out, if there is one beside that which is trained
+    held_out: DataPath | None = None  # the split to hold out; without it a share of the rows is held out
 
     def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
         """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
-        fraction = (keys.get("data.eval") or {}).get("fraction")
+        fraction, every = (keys.get("data.eval") or {}).get("fraction"), keys.get("eval.every")
         held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
-        every = keys.get("eval.every")
         if self.held_out:
             held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or keys.get("checkpoint.every", 500)
         extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
@@ -97,6 +96,7 @@ class Starter:
             strategies=", ".join(Strategy),
             recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
             fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            rate="1e-6" if self.read_as.format.is_paired else "2e-5",
             objective="  objective: dpo # learn which of two answers is preferred\n" * self.read_as.format.is_paired,
             epochs=keys.get("train.epochs", 1),
             batch=keys.get("train.global_batch_size", 64),
@@ -126,7 +126,7 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     form, columns = likely
     read_as = Data(format=form, columns=dict(columns))
     _, rows = peek(found, read_as)
-    if form.has_prompt and seam_without_space(rows, read_as):
+    if seam_without_space(rows, read_as):
         read_as.separator = "\n"
     places = [
         _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)

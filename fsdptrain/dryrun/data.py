@@ -119,7 +119,7 @@ def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> di
     reads = describe_columns(data.path, data)
     line = f"{name}format {data.format}, which reads {reads}; columns: {listed(columns)}"
     findings.add_lines(HEADING, line)
-    if data.format.has_prompt and (seam := seam_without_space(first_rows, data)):
+    if seam := seam_without_space(first_rows, data):
         findings.add_note(
             f"{name}no white space between prompt and completion, for example in {seam}; set data.separator to add some"
         )
@@ -330,7 +330,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
     """
     positions, treatment = _positions(plan), plan.recipe.data.treatment
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
-    sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
+    sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size, plan.recipe.data.eval)
     findings.levels["chosen"] = sizes
     if len(rows.lengths) < rows.available:
         findings.add_note(

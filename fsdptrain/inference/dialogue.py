@@ -35,10 +35,15 @@ class Sampling:
 class Dialogue:
     """A conversation with a model, or continuations of texts where a chat template is not what it was trained with."""
 
-    def __init__(self, opened: OpenedModel, sampling: Sampling) -> None:
-        """Begin a conversation; the seed is set once, so that the same inputs get the same answers."""
+    def __init__(self, opened: OpenedModel, sampling: Sampling, source: str | None = None) -> None:
+        """Begin a conversation, in which prompts are those of a source of the run, by default `prompt_source`.
+
+        The seed is set once, so that the same inputs get the same answers. Raises RecipeError for an unknown source.
+        """
         self.opened, self.sampling = opened, sampling
-        self.is_chat = renders_chat(opened.tokenizer, opened.data)
+        self.source = opened.source(source)
+        self.data = self.source.data if self.source else None
+        self.is_chat = renders_chat(opened.tokenizer, self.data)
         self.messages: list[Message] = []
         torch.manual_seed(sampling.seed)
 
@@ -46,6 +51,8 @@ class Dialogue:
     def usage(self) -> str:
         """What to type, in one sentence."""
         kind = "each line is a message" if self.is_chat else "each line is a text that the model continues"
+        if self.source and self.opened.data and self.opened.data.sources:
+            kind += f", as in the rows of {self.source.name}"
         new = f"; {NEW} begins a new conversation" * self.is_chat
         return f"{kind}; Ctrl-C ends an answer, Ctrl-D or {EXIT} the dialogue{new}"
 
@@ -58,7 +65,7 @@ class Dialogue:
         if not self.is_chat:
             self.messages.clear()
         self.messages.append({"role": "user", "content": text})
-        ids = prompt_tokens(tokenizer, self.messages, opened.data, opened.day(opened.data))
+        ids = prompt_tokens(tokenizer, self.messages, self.data, opened.day(self.data))
         limit = position_limit(opened.model.config)
         if not ids or (limit is not None and len(ids) >= limit):
             self.messages.pop()

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.reopen import open_adapter, open_model
 from fsdptrain.checkpoint.verify import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.config.mixture import MixtureSource, prompt_source, source_named
 from fsdptrain.config.schema import Data
-from fsdptrain.data.hub import recipe_errors, reject_symlinks_outside
+from fsdptrain.data.hub import model_revision, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.pinned import pin_date
 from fsdptrain.data.tokenizer import open_tokenizer, own_code_note
 from fsdptrain.errors import RecipeError
@@ -41,11 +42,44 @@ class OpenedModel:
     name: str
     plan: Plan | None
     rundir: RunDir
+    options: dict[str, Any] = field(default_factory=dict)  # with which it was opened
 
     @property
     def data(self) -> Data | None:
-        """How the rows are read that the run trained on."""
+        """How the rows are read that the run trained on, perhaps of several sources."""
         return self.plan.recipe.data if self.plan else None
+
+    def source(self, name: str | None) -> MixtureSource | None:
+        """Return the source of the run with this name, by default that of prompts; None of a folder of unknown origin.
+
+        Raises RecipeError for a name that is none of a source.
+        """
+        if self.data is not None:
+            return prompt_source(self.data) if name is None else source_named(self.data, name)
+        if name is not None:
+            raise RecipeError(f"--source: {self.name} is not a run: leave it out")
+        return None
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Any]:
+        """Yield the model with which the run began, to which DPO compares: without the adapter, or opened again.
+
+        Raises RecipeError if its files do not have the weights with which the run began, or cannot be opened.
+        """
+        assert self.plan is not None
+        model, start = self.plan.recipe.model, self.plan.recipe.adapter.from_
+        if not self.plan.pretrained or model.add_tokens:
+            reason = "model.add_tokens" if model.add_tokens else "model.init: random"
+            raise RecipeError(f"no files have the reference of this run, because its recipe has {reason}")
+        if hasattr(self.model, "disable_adapter") and start is None:
+            with self.model.disable_adapter():
+                yield self.model
+            return
+        name = start or str(model.id)
+        where = {} if start else {"revision": model_revision(self.plan), "config": self.model.config}
+        with recipe_errors(f"{name} cannot be opened"):
+            reference = _open_model(name, self.options | where)
+        yield reference
 
     def day(self, data: Data | None) -> datetime.date | None:
         """Return the date that the chat template renders: for rows as the run trained on, that of the run."""
@@ -75,13 +109,14 @@ def opened_model(
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
             folder, name = stack.enter_context(exported_for_now(rundir, plan, step, trust_remote_code, screen))
-        with screen.busy(f"opening {name}"):
-            model, tokenizer = _open(folder, dtype or default_dtype(plan), trust_remote_code)
+        options: dict[str, Any] = {"dtype": dtype or default_dtype(plan), "trust_remote_code": trust_remote_code}
+        with screen.busy(f"opening {name}"), recipe_errors(f"{folder} cannot be opened"):
+            model, tokenizer = _open_model(str(folder), options), open_tokenizer(str(folder))
         for note in filter(None, map(own_code_note, (model, tokenizer))):
             screen.say(note)
         if plan and plan.recipe.adapter.kind == "qlora" and is_there(folder / ADAPTER_CONFIG):
             screen.say("the weights of the base are not quantised here, as they were in training")
-        yield OpenedModel(model, tokenizer, name, plan, rundir)
+        yield OpenedModel(model, tokenizer, name, plan, rundir, options)
 
 
 @contextlib.contextmanager
@@ -112,15 +147,11 @@ def default_dtype(plan: Plan | None) -> str:
     return plan.recipe.fsdp.mixed_precision.param_dtype if plan else "auto"
 
 
-def _open(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Return model and tokenizer of a folder; raises RecipeError for one that transformers or peft cannot open."""
-    reject_symlinks_outside("model", str(folder))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _open_model(name: str, options: dict[str, Any]) -> Any:
+    """Return the model of a folder or of the Hub in evaluation mode, with the adapter if the folder has one."""
+    reject_symlinks_outside("model", name)
     transformers.utils.logging.disable_progress_bar()
-    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    how |= {"unquantised": None} if (is_adapter := is_there(folder / ADAPTER_CONFIG)) else {}
-    with recipe_errors(f"{folder} cannot be opened"):
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
-        model = (open_adapter if is_adapter else open_model)(str(folder), **how)
-        tokenizer = open_tokenizer(str(folder))
-    return model.eval().to(device), tokenizer
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
+    is_adapter = is_there(Path(name) / ADAPTER_CONFIG)
+    model = open_adapter(name, unquantised=None, **options) if is_adapter else open_model(name, **options)
+    return model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

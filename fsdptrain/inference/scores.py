@@ -1,4 +1,5 @@
-"""The loss of a model on files: the mean over all label tokens, as a run's evaluation computes it on held-out rows.
+"""The loss of a model on files, as a run's evaluation computes it on held-out rows: the mean over all label tokens, or
+of DPO over all pairs, with the rewards of their answers.
 
 Every piece of a row is computed by itself, so that it does not matter how an architecture tells packed documents apart.
 """
@@ -18,16 +19,19 @@ import torch
 from torch.nn import functional
 
 from fsdptrain.config.formats import Format, guess_format
+from fsdptrain.config.mixture import describe_readings, reading, readings
 from fsdptrain.config.paths import find_data, path_fault
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, notes_on_rows, open_rows, pack_rows
+from fsdptrain.data.pack import Ints
 from fsdptrain.data.sources import first_source, readable_files
-from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError
+from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError, listed
 from fsdptrain.folder.events import Progress, progress_record
 from fsdptrain.folder.storage import url_fault
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
+from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
 from fsdptrain.model.units import nonfinite_names, nonfinite_note
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
@@ -39,16 +43,21 @@ DEFAULT_SEQ_LEN = 2048  # or as many positions as the model has
 
 @dataclass(frozen=True)
 class Score:
-    """What a model scored on some data: the sum of the losses of its label tokens, and their number."""
+    """What a model scored on rows with so many label tokens, of which `units` are the tokens, or the pairs of DPO.
+
+    `totals` are sums over the units: of their losses and, of pairs, of MEASURES.
+    """
 
     rows: int
     tokens: int
-    total: float
+    units: int
+    totals: np.ndarray[Any, Any]
 
     def report(self) -> dict[str, Any]:
         """Return it for JSON."""
-        loss = self.total / self.tokens
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.tokens, "rows": self.rows}
+        loss, *measures = (self.totals / self.units).tolist()
+        found = dict(zip(MEASURES, measures, strict=False)) or {"perplexity": math.exp(min(loss, 700.0))}
+        return {"loss": loss, **found, "tokens": self.tokens, "rows": self.rows}
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,14 @@ class ReadAs:
     form: str | None = None
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     seq_len: int | None = None
+    source: str | None = None
 
 
 def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, screen: Screen) -> dict[str, Any]:
-    """Return loss and perplexity on each path and in all, ready for JSON; see `places_of_data` for the paths.
+    """Return loss and perplexity, or MEASURES, on each path and in all, for JSON; see `places_of_data` for the paths.
 
-    Raises DataError for rows that cannot be read, and NonFiniteError for weights that are not finite.
+    Raises DataError for rows that cannot be read, RecipeError if only some of the paths have pairs, and NonFiniteError
+    for weights that are not finite.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -80,10 +91,11 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
                 error.add_note("Here data.format and data.columns are the options --format and --column.")
             raise
         (corpus,) = pack_rows(rows, data, seed=0)
-        total, tokens = summed_loss(opened.model, corpus, progress)
-        if not math.isfinite(total) and (names := nonfinite_names(opened.model)):
+        scores.append((score_pairs if corpus.paired else score_rows)(opened, corpus, progress))
+        if not np.isfinite(scores[-1].totals).all() and (names := nonfinite_names(opened.model)):
             raise NonFiniteError(f"{opened.name}: {nonfinite_note(names)}")
-        scores.append(Score(rows.notes["rows"], tokens, total))
+        if len(scores[0].totals) != len(scores[-1].totals):
+            raise RecipeError(f"--data: one of {paths[0]} and {path} has pairs: evaluate them one after the other")
         notes = list(itertools.chain(*notes_on_rows(corpus)))
         files.append({"path": path, **scores[-1].report(), "notes": notes})
     everything = Score(*(sum(values) for values in zip(*map(dataclasses.astuple, scores), strict=True)))
@@ -101,13 +113,39 @@ def places_of_data(paths: Sequence[str]) -> list[str]:
 
 
 def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
-    """Return how the rows of a path are read: by the command line, else by the run's recipe, else by their columns."""
+    """Return how the rows of a path are read: as those of a source of the run, else as their columns say.
+
+    What the command line says goes first.
+    """
     seq_len = read_as.seq_len or (opened.data.seq_len if opened.data else None)
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN, position_limit(opened.model.config) or DEFAULT_SEQ_LEN)
-    if opened.data and read_as.form is None and not opened.data.format.is_paired:
-        columns = opened.data.columns | read_as.columns
-        return dataclasses.replace(opened.data, seq_len=seq_len, columns=columns)
+    data = _as_the_run_reads(opened, place, read_as) or _as_columns_say(opened, place, read_as)
+    return dataclasses.replace(data, seq_len=seq_len)
+
+
+def _as_the_run_reads(opened: OpenedModel, place: str, read_as: ReadAs) -> Data | None:
+    """Return how the run reads rows with the columns of a path; None if it has no such format, or only pairs."""
+    source = opened.source(read_as.source)
+    if opened.data is None or source is None:
+        return None
+    data = opened.data
+    if read_as.source is not None:
+        return reading(data, source, read_as.columns)
+    found = readings(data, available := first_source(place).columns, read_as.columns)
+    found = {name: each for name, each in found.items() if read_as.form in (None, each.format)}
+    if len(found) > 1:
+        reads = f"the run read such rows in different ways, as its sources {listed(found)} say"
+        raise RecipeError(f"{place}: {reads}: choose one with --source")
+    if found or read_as.form is not None or source.data.format.is_paired:
+        return next(iter(found.values()), None)
+    if data.sources:
+        fault = f"no source of the run ({describe_readings(data)}) reads what it has ({listed(available)})"
+        raise DataError(f"{place}: {fault}: give --format and --column")
+    return reading(data, source, read_as.columns)  # the error names the column
+
+
+def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     likely = guess_format([*first_source(place).columns, *read_as.columns])  # fields that are named, too
     if read_as.form is None and likely is None:
         raise unknown_columns_error(place)
@@ -118,7 +156,7 @@ def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
             "completion=chosen"
         )
     columns = likely[1] if likely and likely[0] is form else {}
-    data = Data(format=form, columns={**columns, **read_as.columns}, seq_len=seq_len)
+    data = Data(format=form, columns={**columns, **read_as.columns})
     if form.is_chat and opened.tokenizer.chat_template is None:
         raise RecipeError(f"{opened.name} has no chat template, which conversations ({place}) need")
     if form.has_prompt and seam_without_space(peek(place, data)[1], data):
@@ -126,54 +164,76 @@ def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     return data
 
 
-def summed_loss(model: Any, corpus: Corpus, progress: Progress) -> tuple[float, int]:
-    """Return the cross-entropy summed over the label tokens of a corpus, and their number."""
-    total, tokens, done = 0.0, 0, 0
-    with torch.no_grad():
-        for batch in batches(corpus, longrope_threshold(model.config, corpus.seq_len) is not None):
-            loss, count = batch_loss(model, batch)
-            total, tokens, done = total + loss, tokens + count, done + len(batch["labels"])
-            progress("evaluating", done, len(corpus.pieces))
-    return total, tokens
+def score_rows(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
+    """Return the score of rows: the cross-entropy of their label tokens."""
+    total, tokens = 0.0, 0
+    for log_probs, _ in log_probs_of_labels(opened.model, corpus, progress):
+        total, tokens = total - float(log_probs.double().sum()), tokens + len(log_probs)
+    return Score(corpus.notes["rows"], tokens, tokens, np.array([total]))
 
 
-def batches(corpus: Corpus, alone: bool) -> Iterator[Batch]:
-    """Yield all pieces, each in a row of its own, with those of similar length, padded; `alone`: one at a time."""
-    pieces = corpus.pieces[np.argsort(-corpus.pieces[:, 1], kind="stable")]
-    first = 0
-    while first < len(pieces):
-        longest = int(pieces[first, 1])
-        some = pieces[first : first + (1 if alone else max(1, TOKENS // longest))]
+def score_pairs(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
+    """Return the score of pairs: the loss of DPO, and MEASURES; the reference is the model with which the run began."""
+    assert opened.plan is not None
+    with opened.reference() as reference:
+        before = [log_probs for log_probs, _ in log_probs_of_labels(reference, corpus, progress)]
+    now, answers = (torch.cat(each) for each in zip(*log_probs_of_labels(opened.model, corpus, progress), strict=True))
+    of_labels: Any = {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
+    of_labels["reference"] = answer_sums(torch.cat(before), of_labels, None)[0]
+    loss, measures = dpo_loss(now, of_labels, opened.plan.recipe.train.dpo, 1)
+    totals = np.array([float(loss), *measures.tolist()])
+    return Score(corpus.notes["rows"], len(now), len(corpus.pieces) // 2, totals)
+
+
+def log_probs_of_labels(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield, some pieces at a time, the log-probability of each label, float32, and the number of its piece."""
+    done, alone = 0, longrope_threshold(model.config, corpus.seq_len) is not None
+    for numbers, batch in batches(corpus, alone):
+        labels = batch["labels"]
+        with torch.no_grad():
+            log_probs = batch_log_probs(model, batch)
+        yield log_probs[labels.flatten() != IGNORED], torch.from_numpy(numbers)[torch.nonzero(labels != IGNORED)[:, 0]]
+        progress("evaluating", done := done + len(numbers), len(corpus.pieces))
+
+
+def batches(corpus: Corpus, alone: bool) -> Iterator[tuple[Ints, Batch]]:
+    """Yield the numbers of pieces of similar length, and those pieces as rows, padded; `alone`: one at a time."""
+    order, first = np.argsort(-corpus.pieces[:, 1], kind="stable"), 0
+    while first < len(order):
+        longest = int(corpus.pieces[order[first], 1])
+        some = order[first : first + (1 if alone else max(1, TOKENS // longest))]
         first += len(some)
-        rows = dataclasses.replace(corpus, pieces=some, offsets=np.arange(len(some) + 1), seq_len=longest)
-        yield rows.batch(range(len(some)))
+        rows = dataclasses.replace(
+            corpus, pieces=corpus.pieces[some], offsets=np.arange(len(some) + 1), seq_len=longest, paired=False
+        )
+        yield some, rows.batch(range(len(some)))
 
 
-def batch_loss(model: Any, batch: Batch) -> tuple[float, int]:
-    """Return the cross-entropy summed over the labels of a batch, in float32, and their number."""
+def batch_log_probs(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of the label of each position, float32 on the CPU; 0 where there is none."""
     # No positions and no mask: every row is one document, and its padding is behind it.
     logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits.flatten(0, 1)
     labels = batch["labels"].flatten().to(logits.device)
     parts = -(-logits.numel() // LOGITS)
     losses = [
-        functional.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum")
+        functional.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="none")
         for some, wanted in zip(logits.tensor_split(parts), labels.tensor_split(parts), strict=True)
     ]
-    return float(torch.stack(losses).double().sum()), int((labels != IGNORED).sum())
+    return -torch.cat(losses).cpu()
 
 
 def show_scores(found: dict[str, Any], page: Page) -> None:
     """Print one line for each file and, if there are several, one for all."""
     page.say(found["model"])
-    header = ["data", "loss", "perplexity", "label tokens", "rows"]
+    columns = {
+        "loss": ("loss", ".4f"), "perplexity": ("perplexity", ".2f"), "accuracy": ("accuracy", ".1%"),
+        "margin": ("margin", ".4f"), "rewards_chosen": ("chosen", "+.4f"), "rewards_rejected": ("rejected", "+.4f"),
+        "tokens": ("label tokens", ","), "rows": ("rows", ","),
+    }  # fmt: skip
+    shown = {name: how for name, how in columns.items() if name in found["all"]}
+    header = ["data", *(title for title, _ in shown.values())]
     rows = [
-        [
-            each.get("path", "all"),
-            f"{each['loss']:.4f}",
-            f"{each['perplexity']:.2f}",
-            f"{each['tokens']:,}",
-            f"{each['rows']:,}",
-        ]
+        [each.get("path", "all"), *(format(each[name], form) for name, (_, form) in shown.items())]
         for each in [*found["files"], found["all"]]
     ]
     page.table(header, rows if len(found["files"]) > 1 else rows[:1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.config.mixture import prompt_source
 from fsdptrain.folder.records import RunState, Tail
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import short_path
@@ -94,7 +95,7 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
     else:
         imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
     trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
-    data = next((source.data for source in plan.sources if source.data.format.is_chat), plan.sources[0].data)
+    data = prompt_source(plan.recipe.data).data
     if data.format.is_chat:
         prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'

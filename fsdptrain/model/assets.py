@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from fsdptrain.config.mixture import prompt_source
 from fsdptrain.data.hub import model_revision
 from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.folder.files import scratch_folder
@@ -36,7 +37,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
     config, generation, tokenizer = copy.deepcopy(config), _generation_config(plan, model), copy.copy(tokenizer)
     tokenizer.init_kwargs = {key: value for key, value in tokenizer.init_kwargs.items() if key != "auto_map"}
-    kwargs = plan.recipe.data.chat_template_kwargs
+    kwargs = prompt_source(plan.recipe.data).data.chat_template_kwargs
     turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -17,6 +18,8 @@ from fsdptrain.dryrun import proposal
 from fsdptrain.dryrun.findings import Outcome
 from fsdptrain.dryrun.request import INTERRUPTED
 from fsdptrain.terminal.screen import Screen
+
+PAIR = ("chosen", "rejected")
 
 
 @pytest.fixture
@@ -46,13 +49,34 @@ def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_pat
     recipe = load(dest).recipe
     assert recipe.data.path == [str(data), str(more), str(empty)] and recipe.data.separator == "\n"
     assert 64 <= recipe.data.seq_len <= 128, "not longer than the positions of the model"
-    assert recipe.train.global_batch_size < 64 and recipe.data.eval == {"fraction": 0.05} and recipe.eval.every
+    assert recipe.train.global_batch_size < 64 and recipe.data.eval == {"fraction": 0.1} and recipe.eval.every
     assert "400 rows, " in done.stdout and "⟦of the " in done.stdout and "1 empty file skipped" in done.stdout
     assert done.stdout.splitlines()[-2:] == [str(dest), f"next: fsdptrain validate '{dest}'"]
     checked = json.loads(fsdptrain("validate", dest, "--no-build", "--json").stdout)
     assert checked["problems"] == [] and checked["data"]["steps"] >= 99
     refused = fsdptrain("validate", dest, "--no-build", "train.global_batch_size=1024")
     assert refused.returncode == 2 and "train.global_batch_size: 1,024 sequences, but one epoch has" in refused.stderr
+
+
+def test_a_recipe_for_pairs_has_the_rate_of_dpo_and_the_separator_of_the_same_questions(tmp_path: Path) -> None:
+    rows = {
+        "pairs": {"prompt": "Who is it?", "chosen": "It is I.", "rejected": "Nobody."},
+        "spaced": {"prompt": "Who is it?", "chosen": " It is I.", "rejected": " Nobody."},
+        "alone": {"chosen": "Who is it? I.", "rejected": "Who is it? Nobody."},
+        "talk": {name: [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": name}] for name in PAIR},
+        "asked": {"prompt": "Who is it?", "completion": "It is I."},
+    }
+    recipes = {}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        starter = read_starter([str(tmp_path / f"{name}.jsonl")], "org/name", tmp_path / f"{name}.yaml")
+        (tmp_path / f"{name}.yaml").write_text(starter.text({"data.eval": {"fraction": 0.1}, "eval.every": 2}))
+        recipes[name] = load(tmp_path / f"{name}.yaml").recipe
+    separators = {name: recipe.data.separator for name, recipe in recipes.items()}
+    assert separators == {"pairs": "\n", "spaced": "", "alone": "", "talk": "", "asked": "\n"}
+    assert {name: recipe.optim.lr for name, recipe in recipes.items()} == dict.fromkeys(rows, 1e-6) | {"asked": 2e-5}
+    held_out = dataclasses.replace(starter, held_out="held-out.jsonl").text({"eval.every": 2})
+    assert "\n  eval: {path: held-out.jsonl}\n" in held_out and held_out.endswith("\neval: {every: 2} # steps\n")
 
 
 def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from pseudo_terminal import Terminal
@@ -19,12 +21,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data.corpus import prepare
+from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.inference.dialogue import Dialogue, Sampling
 from fsdptrain.inference.opened import OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
+from fsdptrain.launch.next_steps import _snippet
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import VisibleText
@@ -65,7 +70,7 @@ def plain_sum(model: Any, pieces: list[tuple[list[int], int, list[int]]]) -> tup
             logits = model(input_ids=torch.tensor([ids])).logits[0]
         wanted = torch.tensor([*ids, *behind][1 : len(ids) + 1])
         logits, wanted = logits[max(0, first - 1) : len(wanted)], wanted[max(0, first - 1) :]
-        total += functional.cross_entropy(logits, wanted, reduction="sum").item()
+        total += functional.cross_entropy(logits.double(), wanted, reduction="sum").item()
         labels += len(wanted)
     return total, labels
 
@@ -113,8 +118,99 @@ def test_what_cannot_be_read_is_refused_with_the_options(model: OpenedModel, tmp
         score_files(model, ["none.txt"], ReadAs(), QUIET)
 
 
+THOUGHTS = PLAIN_CHAT_TEMPLATE + "{% if thinking %}<think>{% endif %}"
+
+
+@pytest.fixture
+def mixed(model: OpenedModel, tmp_path: Path) -> OpenedModel:
+    """Return the model as that of a run on texts, maths and conversations of two kinds; `data` says nothing."""
+    talk = [[{"role": "user", "content": TEXTS[1]}, {"role": "assistant", "content": TEXTS[2]}]]
+    write_rows(tmp_path / "talk.jsonl", [{"talk": each} for each in talk])
+    write_rows(tmp_path / "maths.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    write_rows(tmp_path / "verse.jsonl", [{"text": TEXTS[0]}])
+    chat, maths = (
+        ({"format": "chat", "columns": {"messages": "talk"}} for _ in range(2)),
+        {"format": "prompt_completion", "columns": {"prompt": "question", "completion": "answer"}},
+    )
+    sources = [
+        {"path": "verse.jsonl"}, {"path": "maths.jsonl", "separator": "\n=> ", **maths},
+        {"path": "talk.jsonl", "chat_template_kwargs": {"thinking": True}, **next(chat)},
+        {"path": "talk.jsonl", "name": "curt", **next(chat)},
+    ]  # fmt: skip
+    recipe = write_recipe(tmp_path, data__path=None, data__sources=sources, data__chat_template=THOUGHTS)
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = THOUGHTS
+    return dataclasses.replace(model, plan=make_plan(load(recipe), Topology("cpu", 1, 1)), tokenizer=tokenizer)
+
+
+def test_a_prompt_is_one_of_the_conversations_of_a_mixture(mixed: OpenedModel) -> None:
+    """In `fsdptrain chat`, `eval.prompts`, the program that a run prints and the end tokens of an export."""
+    assert mixed.plan is not None
+    recipe, tokenizer = mixed.plan.recipe, mixed.tokenizer
+    rendered = {
+        thinking: tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], add_generation_prompt=True, thinking=thinking
+        ).input_ids
+        for thinking in (True, False)
+    }
+    prompts = dataclasses.replace(recipe.eval, prompts=["hi"], max_new_tokens=4)
+    assert evaluated_prompts(dataclasses.replace(recipe, eval=prompts), tokenizer) == [rendered[True]]
+    sampling = Sampling(2, 0, 0)
+    for source, ids in ((None, rendered[True]), ("curt", rendered[False]), ("maths", tokenizer("hi\n=> ").input_ids)):
+        dialogue = Dialogue(mixed, sampling, source)
+        assert f", as in the rows of {source or 'talk'}; " in dialogue.usage
+        written = mixed.model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False)
+        assert dialogue.answer("hi") == tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+    with pytest.raises(RecipeError, match="'talks' is no source of the run: use one of verse, maths, talk, curt"):
+        Dialogue(mixed, sampling, "talks")
+    assert "apply_chat_template" in "".join(_snippet(mixed.plan, Path("export")))
+    assert "thinking=True" in "".join(_snippet(mixed.plan, Path("export")))
+
+
+def test_files_are_read_as_the_source_of_a_mixture_that_their_columns_fit(mixed: OpenedModel, tmp_path: Path) -> None:
+    def tokens(*words: Any) -> int:
+        return int(score_files(mixed, [str(tmp_path / words[0])], ReadAs(*words[1:]), QUIET)["all"]["tokens"])
+
+    eos, encode = 1, mixed.tokenizer
+    assert tokens("maths.jsonl") == len(encode("2").input_ids) + eos
+    assert tokens("verse.jsonl") == len(encode(TEXTS[0]).input_ids)
+    asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": "1 + 1?", "completion": "2"}])
+    with pytest.raises(
+        DataError,
+        match=r"no source of the run \(verse: text; maths: .*\) reads what it has \(prompt, completion\): give",
+    ):
+        tokens(asked)
+    assert tokens(asked, "prompt_completion") == tokens("maths.jsonl"), "as its columns say"
+    with pytest.raises(RecipeError, match="as its sources talk, curt say: choose one with --source"):
+        tokens("talk.jsonl")
+    thinking, curt = (tokens("talk.jsonl", None, {}, None, source) for source in ("talk", "curt"))
+    assert thinking == curt > 0
+    with pytest.raises(DataError, match="no column 'talk'"):
+        tokens("verse.jsonl", None, {}, None, "talk")
+
+
+def test_a_held_out_file_of_a_mixture_is_read_as_the_source_that_it_fits(mixed: OpenedModel, tmp_path: Path) -> None:
+    def held_out(words: str) -> str:
+        written = load(tmp_path / "recipe.yaml", [f"data.eval={{{words}}}"])
+        _, _, corpus = prepare(make_plan(written, Topology("cpu", 1, 1)), mixed.tokenizer, lambda *_: None)
+        return corpus.show(mixed.tokenizer)
+
+    assert held_out("path: maths.jsonl") == "1 + 1?\n=> ⟦2<|endoftext|>⟧"
+    with pytest.raises(DataError, match=r"data.eval.path: sources .* \(talk, curt\): name one in data.eval.source"):
+        held_out("path: talk.jsonl")
+    assert held_out("path: talk.jsonl, source: talk").endswith("<think>")
+    assert held_out("path: talk.jsonl, source: curt").endswith("stand.<|endoftext|>⟧\n")
+    with pytest.raises(RecipeError, match=r"data.eval: source: 'talks' is not one of the sources verse, maths, talk"):
+        held_out("path: talk.jsonl, source: talks")
+    write_rows(tmp_path / "other.jsonl", [{"q": "?"}])
+    with pytest.raises(
+        DataError, match=r"data.eval.path: its columns \(q\) fit no source \(verse: text; maths: question"
+    ):
+        held_out("path: other.jsonl")
+
+
 def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp_path: Path) -> None:
-    """Of a folder of unknown origin, and of a run that learned from preferences."""
+    """Of a folder of unknown origin; a run that learned from preferences has a reference to compare with."""
     pairs = [{"prompt": "KING:", "chosen": " who is there?", "rejected": " stand."}] * 3
     path = write_rows(tmp_path / "pairs.jsonl", pairs)
     chosen = write_rows(
@@ -123,12 +219,64 @@ def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp
     recipe = write_recipe(tmp_path, data__path=path, data__format="preference", train__objective="dpo")
     of_run = dataclasses.replace(model, plan=make_plan(load(recipe), Topology("cpu", 1, 1)))
     way_out = "--format prompt_completion --column completion=chosen"
-    for opened in (model, of_run):
+    for opened, reason in (
+        (model, rf"two answers in a row: say which is read, such as {way_out}$"),
+        (of_run, "no files have the reference of this run, because its recipe has model.init: random"),
+    ):
         for read_as in (ReadAs(), ReadAs("preference")):
-            with pytest.raises(RecipeError, match=rf"two answers in a row: say which is read, such as {way_out}$"):
+            with pytest.raises(RecipeError, match=reason):
                 score_files(opened, [path], read_as, QUIET)
         found = score_files(opened, [path], ReadAs("prompt_completion", {"completion": "chosen"}), QUIET)
         assert found["all"] == score_files(model, [chosen], ReadAs(), QUIET)["all"]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "continued"])
+def test_pairs_are_compared_with_the_model_at_the_start_as_a_plain_loop_does(
+    kind: str, model: OpenedModel, tmp_path: Path
+) -> None:
+    pairs = [{"prompt": "KING:", "chosen": text, "rejected": text[::-1][:-3]} for text in TEXTS]
+    path, folder = write_rows(tmp_path / "pairs.jsonl", pairs), model.rundir.root
+    if kind == "continued":
+        with_random_adapter(folder, 1).save_pretrained(tmp_path / "adapter")
+    adapter = {"kind": None if kind == "full" else "lora"}
+    adapter |= {"from": str(tmp_path / "adapter")} if kind == "continued" else {}
+    recipe = write_recipe(
+        tmp_path, model={"id": str(folder)}, adapter=adapter, export__compare=False, export__dtype="bfloat16",
+        data={"path": path, "format": "preference", "seq_len": 2048},
+        train={"objective": "dpo", "dpo": {"beta": 0.3, "label_smoothing": 0.1, "sft_weight": 0.2}},
+    )  # fmt: skip
+    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
+    trained = with_random_adapter(folder, 2)
+    opened = dataclasses.replace(
+        model, plan=plan, model=trained.merge_and_unload() if kind == "full" else trained,
+        options={"dtype": "float32", "trust_remote_code": False},
+    )  # fmt: skip
+    found = score_files(opened, [path], ReadAs(), QUIET)["all"]
+    starts = AutoModelForCausalLM.from_pretrained(folder) if kind != "continued" else with_random_adapter(folder, 1)
+    losses, rewards, labels = [], [], 0
+    for pair in pairs:
+        prompt, eos = model.tokenizer(pair["prompt"]).input_ids, model.tokenizer.eos_token_id
+        rows = [[*prompt, *model.tokenizer(pair[answer]).input_ids, eos] for answer in ("chosen", "rejected")]
+        (now, before) = ([plain_sum(each, [(ids, len(prompt), [])]) for ids in rows] for each in (opened.model, starts))
+        chosen, rejected = (0.3 * (b - a) for (a, _), (b, _) in zip(now, before, strict=True))
+        margin, labels = chosen - rejected, labels + sum(count for _, count in now)
+        loss = 0.9 * math.log1p(math.exp(-margin)) + 0.1 * math.log1p(math.exp(margin)) + 0.2 * now[0][0] / now[0][1]
+        losses.append(loss)
+        rewards.append([chosen, rejected, margin, margin > 0])
+    means = [sum(each) / len(pairs) for each in zip(*rewards, strict=True)]
+    expected = dict(zip(("rewards_chosen", "rewards_rejected", "margin", "accuracy"), means, strict=True))
+    assert abs(means[2]) > 0.05, "the models are equal"
+    assert found == pytest.approx({"loss": sum(losses) / len(pairs), **expected, "tokens": labels, "rows": 3}, rel=1e-5)
+    with pytest.raises(RecipeError, match="has pairs: evaluate them one after the other"):
+        texts = write_rows(tmp_path / "texts.jsonl", [{"text": "a"}])
+        score_files(opened, [path, texts], ReadAs(), QUIET)
+
+
+def with_random_adapter(folder: Path, seed: int) -> Any:
+    """Return the model of a folder with an adapter that changes it."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).eval()
 
 
 def test_answers_are_those_of_generate(model: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
