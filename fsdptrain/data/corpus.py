@@ -190,7 +190,7 @@ class Corpus(EncodedRows):
         flags = np.asarray(self.trained[int(self.ends[row]) : int(self.ends[row + 1])])
         bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
         most, left = len(ids), SHOWN  # of a part, and of all that are longer; short parts leave more to the others
-        for number, length in enumerate(sorted(np.diff(bounds))):
+        for number, length in enumerate(sorted(np.diff(bounds).tolist())):
             if length > (most := max(16, left // (len(bounds) - 1 - number))):
                 break
             left -= length
