@@ -203,7 +203,11 @@ class Corpus(EncodedRows):
         ids = self.tokens[int(self.ends[row]) : int(self.ends[row + 1])]
         flags = np.asarray(self.trained[int(self.ends[row]) : int(self.ends[row + 1])])
         bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
-        most = len(ids) if len(ids) <= SHOWN else max(SHOWN // (len(bounds) - 1), 16)  # tokens of each part
+        most, left = len(ids), SHOWN  # of a part, and of all that are longer; short parts leave more to the others
+        for number, length in enumerate(sorted(np.diff(bounds).tolist())):
+            if length > (most := max(16, left // (len(bounds) - 1 - number))):
+                break
+            left -= length
 
         def decoded(start: int, stop: int) -> str:
             before = max(0, start - 4)  # a part decoded alone may lose its first space

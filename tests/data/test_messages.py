@@ -334,3 +334,13 @@ def test_a_short_first_row_is_shown_as_a_whole(tmp_path: Path) -> None:
     [corpus] = pack_rows(open_rows(path, data, tokenizer, None, lambda *_: None), data, seed=0)
     shown = corpus.show(tokenizer)
     assert "⟦naïve 🙂<|im_end|>⟧\n" in shown and shown.endswith("⟦A<|im_end|>⟧\n") and "…" not in shown
+
+
+@pytest.mark.parametrize("turns", [2, 60])
+def test_short_parts_of_the_first_row_leave_more_to_the_long_ones(turns: int, tmp_path: Path) -> None:
+    rows = talk(*[ANSWER | {"content": "A"}, USER] * turns, ANSWER | {"content": "x " * 800 + "end"})
+    data, tokenizer = Data(format=Format.chat, seq_len=4096), tokenizer_of("chatml")
+    [corpus] = pack_rows(open_rows(put(tmp_path, rows), data, tokenizer, None, lambda *_: None), data, seed=0)
+    shown = corpus.show(tokenizer)
+    assert shown.count("⟦A<|im_end|>⟧") == turns and shown.endswith("end<|im_end|>⟧\n")
+    assert shown.count("x ") > (150 if turns == 2 else 4)
