@@ -154,15 +154,15 @@ def safetensors_files(plan: Plan) -> list[str]:
         )
     if len(found) == 1:
         return _indexed_files(plan, found[0]) if found[0].endswith(".json") else _check_headers(found)
-    single, index = _check_headers(found[:1]), found[1]
+    single, index, reason = _check_headers(found[:1]), found[1], ""
     try:
         same = _same_weights(*(tuple(stamps_of(files)) for files in (single, _indexed_files(plan, index))))
-    except RecipeError:  # its files are gone
-        same = False
+    except RecipeError as error:  # its files may be gone
+        same, reason = False, f" ({error.problems[0].message})"
     if not same:
         raise RecipeError(
             f"model.id: {model.id} has {names[0]}, which transformers reads, and {names[1]}, which names files with "
-            "other weights: remove the one that is not of this model"
+            f"other weights{reason}: remove the one that is not of this model"
         )
     return single
 
