@@ -75,7 +75,6 @@ class Unread:
         self.template_keys = frozenset(chain.from_iterable(names))
         quoted = {*re.findall(r"""['"](\w+)['"]""", template or "")}
         self.template_roles = quoted if template else {"tool"}
-        self.thought_key = next((name for name in THOUGHTS if name in self.template_keys), THOUGHTS[0])
         self.found: dict[str, tuple[int, str]] = {}
 
     def add(self, what: str, place: str) -> None:
@@ -181,9 +180,9 @@ def _read_message(message: Any, at: str, place: str, unread: Unread) -> tuple[Me
         thoughts = {text: key for key, text in given.items()}
         if len(thoughts) > 1:
             raise DataError(f"{at} has different thoughts in {' and '.join(thoughts.values())}: keep one of them")
-        read |= dict.fromkeys([unread.thought_key] * len(thoughts), *thoughts)
+        read |= dict.fromkeys(THOUGHTS[:1] * len(thoughts), *thoughts)  # the template's key of it: see `chat`
     read |= _weight(left, read["role"], at)
-    if content is None and "tool_calls" not in read and unread.thought_key not in read:
+    if content is None and "tool_calls" not in read and THOUGHTS[0] not in read:
         null = next((f"{key} is null; expected text" for key in CONTENT_KEYS if key in message), None)
         raise DataError(f"{at} has no content: {null or f'only {listed(message)}; its text belongs in `content`'}")
     unread.add_keys((k for k, v in left.items() if v not in EMPTY), READ_KEYS, "messages", place)

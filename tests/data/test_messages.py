@@ -262,10 +262,10 @@ def test_the_columns_of_other_kinds_of_files_are_named_too(tmp_path: Path) -> No
     assert read(str(tmp_path / "a.csv"))[1].found == {"column 'images' is not read": (1, f"{tmp_path / 'a.csv'}:3")}
 
 
-def test_names_are_those_that_the_template_reads(tmp_path: Path) -> None:
-    path = put(tmp_path, talk(ANSWER | {"reasoning": "T"}, {"role": "tool", "content": "1"}))
+def test_the_role_of_a_tool_is_that_which_the_template_reads(tmp_path: Path) -> None:
+    path = put(tmp_path, talk(ANSWER | {"thinking": "T"}, {"role": "tool", "content": "1"}))
     [row], _ = read(path, "{% if m.role == 'observation' %}{{ m.content }}{% endif %}{{ m['thinking'] }}")
-    assert row["messages"][1:] == [ANSWER | {"thinking": "T"}, {"role": "observation", "content": "1"}]
+    assert row["messages"][1:] == [ANSWER | {"reasoning_content": "T"}, {"role": "observation", "content": "1"}]
     [row], _ = read(put(tmp_path, talk({"role": "observation", "content": "1"})), "{{ m.role }}")
     assert row["messages"][1]["role"] == "observation", "the template writes any role"
 
