@@ -1,6 +1,6 @@
 """Print how many rows models answer exactly, with plain transformers: `python recipes/score.py ROWS FOLDER …`.
 
-ROWS has one {"prompt", "completion"} a line; prompt and completion are separated by a line break, as in the recipe
+ROWS has one {"prompt", "completion"} a line; prompt and completion are separated by a blank line, as in the recipe
 `speakers`. Decoding is greedy. A FOLDER may hold an adapter: transformers opens it on its base with peft.
 """
 
@@ -25,7 +25,7 @@ def answer(folder: str, prompts: list[str]) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     answers = []
     for start in range(0, len(prompts), BATCH):
-        batch = [prompt + "\n" for prompt in prompts[start : start + BATCH]]
+        batch = [prompt + "\n\n" for prompt in prompts[start : start + BATCH]]
         inputs = tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False)
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
         answers += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -22,6 +22,11 @@ def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_the_score_in_the_readme_is_the_measured_one() -> None:
+    (score,) = re.findall(r"held-out rows, ([\d.]+)% are exact", (DOCS / "measurements.md").read_text())
+    assert f"0% exactly before, and {score}% after either" in (ROOT / "README.md").read_text()
+
+
 def test_the_tour_names_what_exists() -> None:
     packages = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     names = set(re.findall(rf"`((?:cli|errors|{packages})(?:\.\w+)+)`", (DOCS / "tour.md").read_text()))

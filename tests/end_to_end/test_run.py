@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,13 +21,25 @@ from forks import Command
 from injection import valid_steps
 from reference import documents_of, plain_loss, stream_of
 from safetensors.torch import load_file
-from support import TESTS, TINY, environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
+from support import (
+    ROOT,
+    TESTS,
+    TINY,
+    environment,
+    events,
+    fsdptrain,
+    processes_using,
+    python,
+    wait_for_step,
+    write_recipe,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.folder.records import EVENTS, Tail
 
 STEPS = 6
+WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.fixture(scope="module")
@@ -381,3 +394,17 @@ def test_an_export_overwrites_no_file_of_the_user(finished: Any, tmp_path: Path)
     done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "mine")
     assert done.returncode == 2 and "is not empty" in done.stderr
     assert (tmp_path / "mine" / "precious").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("seed", "kernels"), [(42, {}), (1, WITHOUT_AVX512)], ids=["as_it_is", "without_avx512"])
+def test_the_demo_answers_as_the_readme_says(seed: int, kernels: dict[str, str], tmp_path: Path) -> None:
+    """The runs of `make demo` and their scores, which depend on the seed and on the processor's kernels."""
+    names = ("shakespeare", "speakers", "speakers-lora")
+    for name in names:
+        done = fsdptrain("run", name, f"seed={seed}", cwd=tmp_path, timeout=1800, **kernels)
+        assert done.returncode == 0, done.stderr
+    words = [ROOT / "recipes" / "score.py", ROOT / "recipes" / "data" / "speakers-test.jsonl"]
+    done = python(*words, *(f"runs/{name}/export" for name in names), cwd=tmp_path, timeout=600, **kernels)
+    before, *after = (float(share) for share in re.findall(r"^ *([\d.]+)% exact", done.stdout, re.MULTILINE))
+    assert before == 0 and len(after) == 2 and min(after) > 95, done.stdout + done.stderr
