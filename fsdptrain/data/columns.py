@@ -74,7 +74,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[s
         raise DataError(f"{source.name}: {_missing_column_message(missing[0], source, data)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
-    if data.format.has_prompt and (label := _label_of_answers(source)):
+    if (data.format.has_prompt or data.format.is_chat) and (label := _label_of_answers(source)):
         raise DataError(
             f"{source.name}: This is preference data without pairs ({label}: whether the answer is good), as for KTO, "
             f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
@@ -260,6 +260,9 @@ def _conversation_fields(
 ) -> dict[str, Any]:
     """Return the messages of a row, with its tools. Of several columns, the last one alone is trained."""
     *before, last = columns["messages"]
+    texts = [name for name in before if not is_conversation(row.get(name))]
+    if len(texts) > 1:  # one message, joined as the texts of a prompt are
+        row, before = row | {texts[0]: _check_text(row, *texts, place=place)}, [n for n in before if n not in texts[1:]]
     messages = [each for name in before for each in read_messages(row, name, place, unread, "user")]
     if data.train_on == "completion":
         messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
@@ -292,7 +295,7 @@ def _preference_fields(columns: Columns, row: dict[str, Any], place: str, data: 
     """
     names, given = [columns[field][0] for field in data.format.fields], columns.get("prompt", [])
     has_prompt = any(row.get(name) is not None for name in given)
-    if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in names):
+    if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in (*names, *given)):
         answers = [read_messages(row, name, place, unread, "assistant") for name in names]
         prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
         return dict(zip(PAIR[1:], answers, strict=True)) | _conversation(columns, prompt, row, place, unread, PAIR[0])
@@ -328,8 +331,11 @@ def _prompt_and_answers(
     if prompt and is_conversation(row.get(prompt[0])):
         before = read_messages(row, prompt[0], place, unread)
         return before, answers if shared != before else [answer[len(before) :] for answer in answers]
-    if prompt and not shared and (text := _check_text(row, *prompt, place=place)):
-        return [{"role": "user", "content": text}], answers
+    if prompt and (text := _check_text(row, *prompt, place=place)):
+        if not shared:
+            return [{"role": "user", "content": text}], answers
+        if text not in (each.get("content") for each in shared):
+            unread.add(f"column {prompt[0]!r} is not read beside the messages with which both answers begin", place)
     return shared, [answer[len(shared) :] for answer in answers]
 
 

@@ -261,6 +261,8 @@ def _read_calls(value: Any, at: str, place: str, unread: Unread) -> list[dict[st
                 "{function: {name: text, arguments: object}}"
             )
         function["arguments"] = as_mapping(_take(function, ARGUMENTS)) or {}
+        if not isinstance(function["arguments"], dict):
+            unread.add("arguments of tool calls are no JSON object, and rendered as they are", place)
         unread.add_keys(call, frozenset({"id", "type", "function"}), "tool calls", place)
         unread.add_keys(function, frozenset({"name", "arguments"}), "tool calls", place)
         calls.append(call)

@@ -136,6 +136,13 @@ WEATHER = TOOLS[0]["function"]
             chat(USER, ANSWER, tools=TOOLS), id="nulls in a schema",
         ),
         # Columns.
+        *(
+            pytest.param({"instruction": "Q", "input": more, "output": "A", "tools": [WEATHER]},
+                         chat(USER | {"content": question}, ANSWER, tools=TOOLS), id=f"tools beside a joined {more}")
+            for more, question in (("", "Q"), (None, "Q"), ("I", "Q\n\nI"))
+        ),
+        pytest.param({"prompt": [USER], "chosen": "A", "rejected": "B"}, {
+            "prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}, id="texts as answers"),
         pytest.param({"messages": json.dumps([USER, ANSWER])}, talk(ANSWER), id="messages as JSON text"),
         pytest.param(
             {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, talk(ANSWER), id="a list for each key"
@@ -234,6 +241,26 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         "column 'system' is not read beside a system message": (1, f"{path}:5"),
         "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:6"),
     }
+
+
+@pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", "city=Paris", '"{}"', "null", [1]], ids=str)
+def test_arguments_that_are_no_object_are_counted(arguments: Any, tmp_path: Path) -> None:
+    path = put(tmp_path, talk(CALLING | {"tool_calls": [{"name": "f", "arguments": arguments}]}))
+    expected = "arguments of tool calls are no JSON object, and rendered as they are"
+    assert read(path)[1].found == {expected: (1, f"{path}:1")}
+
+
+def test_a_prompt_that_is_not_what_both_answers_begin_with_is_counted(tmp_path: Path) -> None:
+    answers = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]}
+    path = put(tmp_path, {"prompt": "Q", **answers}, {"prompt": "another", **answers})
+    expected = "column 'prompt' is not read beside the messages with which both answers begin"
+    assert read(path)[1].found == {expected: (1, f"{path}:2")}
+
+
+@pytest.mark.parametrize("row", [{"prompt": [USER], "completion": [ANSWER]}, talk(ANSWER)], ids=["prompt", "messages"])
+def test_answers_of_kto_are_not_trained_as_good_ones(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"preference data without pairs \(label"):
+        read(put(tmp_path, row | {"label": False}))
 
 
 def test_an_optional_column_is_read_in_the_rows_that_have_it(tmp_path: Path) -> None:
