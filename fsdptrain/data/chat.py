@@ -75,8 +75,9 @@ class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
     `data` says what is trained (`train_on`, `turns`) and has values for the template. `day`: what it sees as today.
-    `notes` counts trained turns: `endless` ones, in which the template writes no end that could be learned, and
-    `shortened` ones, of which it leaves out a thought, or another part of the content.
+    `notes` counts trained turns: `endless` ones, in which the template writes no end that could be learned,
+    `shortened` ones, of which it leaves out a thought, or another part of the content, and `unmarked` ones, which its
+    {% generation %} marks leave out.
     """
 
     tokenizer: Any
@@ -141,6 +142,9 @@ class ConversationRenderer:
             spans = self._generation_spans(messages, tools, text, conversation)
             if wanted != [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
                 spans = _spans_of_turns(spans, conversation or self.finder.mark(messages, tools, text), wanted)
+            marks = conversation.view.marks if conversation else []
+            marked = {m.message for m in marks if any(start <= m.at <= stop for start, stop in spans)}
+            self.notes["unmarked"] += len({m.message for m in marks}.intersection(wanted) - marked)
             return text, spans
         assert conversation is not None
         turns = {i: conversation.turn_span(i) for i in wanted}

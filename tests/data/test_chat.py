@@ -261,6 +261,22 @@ def test_calls_are_trained_as_transformers_masks_those_of_a_template_with_marks(
         assert (ids, list(mask)) == (reference["input_ids"], reference["assistant_masks"])
 
 
+def test_turns_that_generation_marks_leave_out_are_counted() -> None:
+    name = "generation marks"
+    last = (
+        "{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    )
+    template = (
+        "{% for m in messages %}<|im_start|>" + last + "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "aBcDeF", strict=True)]
+    talk[3]["weight"] = 0
+    for each, unmarked in ((FAMILIES[name].template, 0), (template, 1)):
+        encoder = Encoder(tokenizer_with(each, FAMILIES[name].tokens), Data(format=Format.chat))
+        assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+        assert encoder.notes["unmarked"] == unmarked
+
+
 def test_a_template_with_two_generation_blocks_in_a_turn() -> None:
     """As TRL's for Phi-3, where the end of the sequence is marked by itself."""
     template = (
