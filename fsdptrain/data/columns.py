@@ -267,12 +267,18 @@ def _conversation_fields(
     if data.train_on == "completion":
         messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
     messages += read_messages(row, last, place, unread, "assistant" if before else None)
+    if data.train_on == "completion":
+        _count_untrained(messages, row[last], place, unread)
+    return _conversation(columns, messages, row, place, unread, "messages")
+
+
+def _count_untrained(messages: list[Message], given: Any, place: str, unread: Unread) -> None:
+    """Count a conversation, or an answer, of which no message is trained: why, by the value `given` in its column."""
     answers = [each for each in messages if each["role"] == "assistant"]
-    if data.train_on == "completion" and not any(each.get("weight", 1) for each in answers):
-        masked = f"{' and '.join(masking_keys(row[last]))} masks all of the assistant's"
+    if not any(each.get("weight", 1) for each in answers):
+        masked = f"{' and '.join(masking_keys(given))} masks all of the assistant's"
         why = masked if answers else f"none of the assistant, but of {listed({each['role']: 0 for each in messages})}"
         unread.add(f"conversation without a trained message: {why}", place)
-    return _conversation(columns, messages, row, place, unread, "messages")
 
 
 def _conversation(
@@ -298,6 +304,8 @@ def _preference_fields(columns: Columns, row: dict[str, Any], place: str, data: 
     if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in (*names, *given)):
         answers = [read_messages(row, name, place, unread, "assistant") for name in names]
         prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
+        for name, answer in zip(names, answers, strict=True):
+            _count_untrained(answer, row[name], place, unread)
         return dict(zip(PAIR[1:], answers, strict=True)) | _conversation(columns, prompt, row, place, unread, PAIR[0])
     texts = [_check_text(row, name, place=place) for name in names]
     system = _system_text(columns, row, place)

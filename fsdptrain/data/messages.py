@@ -71,7 +71,9 @@ class Unread:
     """
 
     def __init__(self, template: str | None = None) -> None:
-        names = re.findall(r"""\.(\w+)|\[\s*['"](\w+)['"]|['"](\w+)['"]\s+in\b|get\(\s*['"](\w+)""", template or "")
+        names = re.findall(
+            r"""(?<!loop)\.(\w+)\b(?!\()|\[\s*['"](\w+)['"]|['"](\w+)['"]\s+in\b|get\(\s*['"](\w+)""", template or ""
+        )
         self.template_keys = frozenset(chain.from_iterable(names))
         quoted = {*re.findall(r"""['"](\w+)['"]""", template or "")}
         self.template_roles = quoted if template else {"tool"}

@@ -261,6 +261,14 @@ def test_calls_are_trained_as_transformers_masks_those_of_a_template_with_marks(
         assert (ids, list(mask)) == (reference["input_ids"], reference["assistant_masks"])
 
 
+def test_a_conversation_of_many_turns_is_rendered_within_the_limit() -> None:
+    talk = talk_of(*(f"text {number}" for number in range(1000)))
+    [(ids, _)] = Encoder(tokenizer_of("chatml"), Data(format=Format.chat))(
+        [{"messages": talk, "place": "talks.jsonl:1"}]
+    )
+    assert len(ids) > 4000
+
+
 def test_turns_that_generation_marks_leave_out_are_counted() -> None:
     name = "generation marks"
     last = (

@@ -230,7 +230,8 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         chat({"role": "system", "content": "S"}, USER, ANSWER, system="T"),
         chat(USER, ANSWER | {"loss": False}),
     )  # fmt: skip
-    rows, unread = read(path, "{{ message.channel }} {% if role == 'critic' %}")
+    template = "{{ message.channel }} {% if role == 'critic' and loop.mood %}{{ message.mood() }}"
+    rows, unread = read(path, template)
     assert len(rows) == 6 and unread.found == {
         "column 'images' is not read": (2, f"{path}:2"),
         "key 'mood' of messages is not read": (2, f"{path}:2"),
@@ -240,6 +241,18 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         "conversation without a trained message: none of the assistant, but of user, narrator": (1, f"{path}:4"),
         "column 'system' is not read beside a system message": (1, f"{path}:5"),
         "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:6"),
+    }
+
+
+def test_an_answer_of_a_pair_without_a_trained_message_is_counted(tmp_path: Path) -> None:
+    path = put(
+        tmp_path,
+        {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"loss": 0}]},
+    )
+    assert read(path)[1].found == {
+        "conversation without a trained message: none of the assistant, but of user": (1, f"{path}:1"),
+        "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:2"),
     }
 
 
