@@ -14,6 +14,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.messages import (
     EMPTY,
+    EMPTY_ANSWER,
     HARMLESS,
     Message,
     Unread,
@@ -243,6 +244,8 @@ Columns = dict[str, list[str]]  # field → its columns
 
 def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
     fields = {field: _check_text(row, *columns[field], place=place) for field in data.format.fields}
+    if data.format.has_prompt and not [*fields.values()][-1].strip():
+        unread.add(EMPTY_ANSWER, place)
     if system := _system_text(columns, row, place):
         prompt = next(iter(fields))
         fields[prompt] = f"{system}\n\n{fields[prompt]}"

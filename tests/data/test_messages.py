@@ -244,6 +244,22 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "Q", "completion": " "}, {"prompt": "", "completion": "A"}],
+        [
+            talk(ANSWER | {"content": "\n"}),
+            talk(CALLING | {"content": ""}, ANSWER | {"content": "", "weight": 0}, ANSWER),
+        ],
+    ],
+    ids=["text", "message"],
+)
+def test_an_empty_answer_is_counted(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = put(tmp_path, *rows)
+    assert read(path)[1].found == {"answer is empty: only its end is trained": (1, f"{path}:1")}
+
+
 def test_an_answer_of_a_pair_without_a_trained_message_is_counted(tmp_path: Path) -> None:
     path = put(
         tmp_path,
