@@ -269,6 +269,26 @@ def test_a_conversation_of_many_turns_is_rendered_within_the_limit() -> None:
     assert len(ids) > 4000
 
 
+@pytest.mark.parametrize(
+    ("content", "cut"),
+    [
+        ("m.content.split('</think>')[-1]", 1),
+        ("m.content.split('<')[0]", 1),
+        ("m.content | upper", 0),
+        ("m.content | tojson", 0),
+    ],
+)
+def test_a_part_of_a_question_that_the_template_leaves_out_is_counted(content: str, cut: int) -> None:
+    template = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% if m.role == 'user' %}}{{{{ {content} }}}}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    encoder = Encoder(tokenizer_with(template, FAMILIES["chatml"].tokens), Data(format=Format.chat))
+    talk = talk_of("ab", "c", "Is </think> a tag?", "Yes")
+    assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+    assert encoder.notes["cut_content"] == cut
+
+
 def test_turns_that_generation_marks_leave_out_are_counted() -> None:
     name = "generation marks"
     last = (
