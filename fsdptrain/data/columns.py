@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from fsdptrain.config.formats import Format, as_conversation, guess_format
@@ -263,10 +263,12 @@ def _conversation_fields(
 ) -> dict[str, Any]:
     """Return the messages of a row, with its tools. Of several columns, the last one alone is trained."""
     *before, last = columns["messages"]
-    texts = [name for name in before if not is_conversation(row.get(name))]
-    if len(texts) > 1:  # one message, joined as the texts of a prompt are
-        row, before = row | {texts[0]: _check_text(row, *texts, place=place)}, [n for n in before if n not in texts[1:]]
-    messages = [each for name in before for each in read_messages(row, name, place, unread, "user")]
+    messages = list[Message]()
+    for is_talk, names in groupby(before, lambda name: is_conversation(row.get(name))):
+        given, (first, *more) = row, names
+        if more and not is_talk:  # texts beside one another are one message, joined as those of a prompt are
+            given, more = row | {first: _check_text(row, first, *more, place=place)}, []
+        messages += [each for name in (first, *more) for each in read_messages(given, name, place, unread, "user")]
     if data.train_on == "completion":
         messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
     messages += read_messages(row, last, place, unread, "assistant" if before else None)

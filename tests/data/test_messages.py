@@ -260,6 +260,13 @@ def test_an_empty_answer_is_counted(rows: list[dict[str, Any]], tmp_path: Path) 
     assert read(path)[1].found == {"answer is empty: only its end is trained": (1, f"{path}:1")}
 
 
+def test_texts_between_conversations_stay_where_they_are(tmp_path: Path) -> None:
+    row = {"context": "C", "more": "D", "history": [USER, ANSWER], "question": "Q", "hint": "", "answer": "A"}
+    [sources] = open_sources(put(tmp_path, row))
+    [[found]] = read_rows([sources], Data(format=Format.chat, columns={"messages": [*row]}), None)
+    assert found["messages"] == [USER | {"content": "C\n\nD"}, USER, ANSWER | {"weight": 0}, USER, ANSWER]
+
+
 def test_an_answer_of_a_pair_without_a_trained_message_is_counted(tmp_path: Path) -> None:
     path = put(
         tmp_path,
