@@ -75,8 +75,9 @@ class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
     `data` says what is trained (`train_on`, `turns`) and has values for the template. `day`: what it sees as today.
-    `notes` counts trained turns: `endless` ones, in which the template writes no end that could be learned, and
-    `shortened` ones, of which it leaves out a thought, or another part of the content.
+    `notes` counts turns: `endless` ones, in which the template writes no end that could be learned, `shortened` ones,
+    of which it leaves out a thought, or another part of the content, `unmarked` ones, which its {% generation %} marks
+    leave out, and messages of others with `cut_content`.
     """
 
     tokenizer: Any
@@ -141,6 +142,9 @@ class ConversationRenderer:
             spans = self._generation_spans(messages, tools, text, conversation)
             if wanted != [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
                 spans = _spans_of_turns(spans, conversation or self.finder.mark(messages, tools, text), wanted)
+            marks = conversation.view.marks if conversation else []
+            marked = {m.message for m in marks if any(start <= m.at <= stop for start, stop in spans)}
+            self.notes["unmarked"] += len({m.message for m in marks}.intersection(wanted) - marked)
             return text, spans
         assert conversation is not None
         turns = {i: conversation.turn_span(i) for i in wanted}
@@ -158,13 +162,15 @@ class ConversationRenderer:
         wanted: list[int],
     ) -> None:  # fmt: skip
         """Raise DataError for what the template leaves out of `text`; of the thoughts of turns, count that it does."""
-        shown = {mark.message for mark in conversation.view.marks if mark.kind == END} if conversation else set()
+        marks = conversation.view.marks if conversation else []
+        begun, shown = ({mark.message for mark in marks if mark.kind == kind} for kind in (BEGIN, END))
         shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
         for path in find_left_out(self._apply_template, messages, tools, text, shown):
             if path[-1] not in THOUGHT_KEYS:
                 raise DataError(f"the chat template leaves out {describe_left_out(path, messages, tools)}")
             shortened |= {path[1]} & {*wanted}
         self.notes["shortened"] += len(shortened)
+        self.notes["cut_content"] += sum(messages[i]["role"] != "assistant" for i in begun ^ shown)
 
     def _as_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return messages with thoughts under a key that the template reads, and arguments in the type that it takes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from fsdptrain.config.formats import Format, as_conversation, guess_format
@@ -14,6 +14,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.messages import (
     EMPTY,
+    EMPTY_ANSWER,
     HARMLESS,
     Message,
     Unread,
@@ -74,7 +75,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[s
         raise DataError(f"{source.name}: {_missing_column_message(missing[0], source, data)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
-    if data.format.has_prompt and (label := _label_of_answers(source)):
+    if (data.format.has_prompt or data.format.is_chat) and (label := _label_of_answers(source)):
         raise DataError(
             f"{source.name}: This is preference data without pairs ({label}: whether the answer is good), as for KTO, "
             f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
@@ -243,6 +244,8 @@ Columns = dict[str, list[str]]  # field → its columns
 
 def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
     fields = {field: _check_text(row, *columns[field], place=place) for field in data.format.fields}
+    if data.format.has_prompt and not [*fields.values()][-1].strip():
+        unread.add(EMPTY_ANSWER, place)
     if system := _system_text(columns, row, place):
         prompt = next(iter(fields))
         fields[prompt] = f"{system}\n\n{fields[prompt]}"
@@ -260,16 +263,27 @@ def _conversation_fields(
 ) -> dict[str, Any]:
     """Return the messages of a row, with its tools. Of several columns, the last one alone is trained."""
     *before, last = columns["messages"]
-    messages = [each for name in before for each in read_messages(row, name, place, unread, "user")]
+    messages = list[Message]()
+    for is_talk, names in groupby(before, lambda name: is_conversation(row.get(name))):
+        given, (first, *more) = row, names
+        if more and not is_talk:  # texts beside one another are one message, joined as those of a prompt are
+            given, more = row | {first: _check_text(row, first, *more, place=place)}, []
+        messages += [each for name in (first, *more) for each in read_messages(given, name, place, unread, "user")]
     if data.train_on == "completion":
         messages = [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
     messages += read_messages(row, last, place, unread, "assistant" if before else None)
+    if data.train_on == "completion":
+        _count_untrained(messages, row[last], place, unread)
+    return _conversation(columns, messages, row, place, unread, "messages")
+
+
+def _count_untrained(messages: list[Message], given: Any, place: str, unread: Unread) -> None:
+    """Count a conversation, or an answer, of which no message is trained: why, by the value `given` in its column."""
     answers = [each for each in messages if each["role"] == "assistant"]
-    if data.train_on == "completion" and not any(each.get("weight", 1) for each in answers):
-        masked = f"{' and '.join(masking_keys(row[last]))} masks all of the assistant's"
+    if not any(each.get("weight", 1) for each in answers):
+        masked = f"{' and '.join(masking_keys(given))} masks all of the assistant's"
         why = masked if answers else f"none of the assistant, but of {listed({each['role']: 0 for each in messages})}"
         unread.add(f"conversation without a trained message: {why}", place)
-    return _conversation(columns, messages, row, place, unread, "messages")
 
 
 def _conversation(
@@ -292,9 +306,11 @@ def _preference_fields(columns: Columns, row: dict[str, Any], place: str, data: 
     """
     names, given = [columns[field][0] for field in data.format.fields], columns.get("prompt", [])
     has_prompt = any(row.get(name) is not None for name in given)
-    if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in names):
+    if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in (*names, *given)):
         answers = [read_messages(row, name, place, unread, "assistant") for name in names]
         prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
+        for name, answer in zip(names, answers, strict=True):
+            _count_untrained(answer, row[name], place, unread)
         return dict(zip(PAIR[1:], answers, strict=True)) | _conversation(columns, prompt, row, place, unread, PAIR[0])
     texts = [_check_text(row, name, place=place) for name in names]
     system = _system_text(columns, row, place)
@@ -328,8 +344,11 @@ def _prompt_and_answers(
     if prompt and is_conversation(row.get(prompt[0])):
         before = read_messages(row, prompt[0], place, unread)
         return before, answers if shared != before else [answer[len(before) :] for answer in answers]
-    if prompt and not shared and (text := _check_text(row, *prompt, place=place)):
-        return [{"role": "user", "content": text}], answers
+    if prompt and (text := _check_text(row, *prompt, place=place)):
+        if not shared:
+            return [{"role": "user", "content": text}], answers
+        if text not in (each.get("content") for each in shared):
+            unread.add(f"column {prompt[0]!r} is not read beside the messages with which both answers begin", place)
     return shared, [answer[len(shared) :] for answer in answers]
 
 

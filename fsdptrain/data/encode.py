@@ -29,11 +29,13 @@ from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_pan
 from fsdptrain.text import counted
 
 TRAINED = 1  # in the flags of a row
-# What is counted of trained turns, and what a note says of it.
+# What is counted of turns, and what a note says of it.
 OF_TURNS = {
     "endless": "trained without an end: the chat template writes none, so that the model does not learn to stop there",
     "shortened": "trained without a thought, or another part of the content, that the chat template leaves out "
     "(data.turns: split may keep that of an earlier turn)",
+    "cut_content": "of others than the assistant: the chat template leaves out the beginning or the end of the content",
+    "unmarked": "not trained: the {% generation %} marks of the chat template leave them out",
 }
 POLL_S = 0.2
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained

@@ -62,6 +62,7 @@ HARMLESS = frozenset(
 )  # columns and keys, in lower case, that say nothing to a model
 MOST_UNREAD = 40  # columns, keys and roles that are named
 EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY_ANSWER = "answer is empty: only its end is trained"
 
 
 class Unread:
@@ -71,7 +72,9 @@ class Unread:
     """
 
     def __init__(self, template: str | None = None) -> None:
-        names = re.findall(r"""\.(\w+)|\[\s*['"](\w+)['"]|['"](\w+)['"]\s+in\b|get\(\s*['"](\w+)""", template or "")
+        names = re.findall(
+            r"""(?<!loop)\.(\w+)\b(?!\()|\[\s*['"](\w+)['"]|['"](\w+)['"]\s+in\b|get\(\s*['"](\w+)""", template or ""
+        )
         self.template_keys = frozenset(chain.from_iterable(names))
         quoted = {*re.findall(r"""['"](\w+)['"]""", template or "")}
         self.template_roles = quoted if template else {"tool"}
@@ -185,6 +188,9 @@ def _read_message(message: Any, at: str, place: str, unread: Unread) -> tuple[Me
     if content is None and "tool_calls" not in read and THOUGHTS[0] not in read:
         null = next((f"{key} is null; expected text" for key in CONTENT_KEYS if key in message), None)
         raise DataError(f"{at} has no content: {null or f'only {listed(message)}; its text belongs in `content`'}")
+    is_trained = read["role"] == "assistant" and read.get("weight", 1)
+    if is_trained and not (str(content or "").strip() or {"tool_calls", THOUGHTS[0]} & {*read}):
+        unread.add(EMPTY_ANSWER, place)
     unread.add_keys((k for k, v in left.items() if v not in EMPTY), READ_KEYS, "messages", place)
     return read | left, is_call
 
@@ -261,6 +267,8 @@ def _read_calls(value: Any, at: str, place: str, unread: Unread) -> list[dict[st
                 "{function: {name: text, arguments: object}}"
             )
         function["arguments"] = as_mapping(_take(function, ARGUMENTS)) or {}
+        if not isinstance(function["arguments"], dict):
+            unread.add("arguments of tool calls are no JSON object, and rendered as they are", place)
         unread.add_keys(call, frozenset({"id", "type", "function"}), "tool calls", place)
         unread.add_keys(function, frozenset({"name", "arguments"}), "tool calls", place)
         calls.append(call)

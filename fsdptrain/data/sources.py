@@ -89,7 +89,7 @@ def _found(path: DataPath) -> list[DataFile | DataObject]:
 def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
     """Return the files and objects behind a place by split and name; what is not in a folder is of one split, ''.
 
-    Files that describe the data in a folder are left out.
+    Files that describe the data in a folder are left out, and hidden ones, such as an editor's copies of others.
     """
     objects = {str(each.place): each for each in list_objects(place)} if URL.fullmatch(place) else {}
     files = {str(file): DataFile(file, str(file)) for file in data_files(place)} if not objects else {}
@@ -97,7 +97,8 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
     folder = place.rstrip("/") + "/"
     for name, each in (files | objects).items():
         inside = name.removeprefix(folder)
-        if inside == name or inside.rpartition("/")[2].lower() not in DESCRIPTIONS:
+        parts = inside.split("/")
+        if inside == name or not (parts[-1].lower() in DESCRIPTIONS or any(p.startswith((".", "__")) for p in parts)):
             splits.setdefault("" if inside == name else split_of(inside), {})[name] = each
     return splits
 
@@ -122,7 +123,7 @@ def _name_of(found: DataFile | DataObject) -> str:
     return found.name if isinstance(found, DataFile) else str(found.place)
 
 
-def held_out_files(path: DataPath) -> DataPath | None:
+def held_out_files(path: DataPath) -> str | None:
     """Return the path of the validation split in the folder of the data, else of the test split; None without one."""
     if not isinstance(path, str) or len(splits := _by_split(path)) < 2:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import string
 from collections.abc import Collection
 
 from fsdptrain.errors import DataError, listed
@@ -62,9 +63,15 @@ def split_to_hold_out(splits: Collection[str]) -> str | None:
     return next((split for kind in (VALIDATION, TEST) for split in splits if _kind_of(split) == kind), None)
 
 
-def pattern_of(names: Collection[str], others: Collection[str]) -> str | list[str]:
-    """Return the name of one file, a glob that matches these files and no others, or the list of their names."""
-    prefix = re.sub(r"[0-9]+\Z", "", os.path.commonprefix([*names]))  # noqa: RUF071
-    if len(names) == 1 or not prefix or any(other.startswith(prefix) for other in others):
-        return next(iter(names)) if len(names) == 1 else sorted(names)
-    return f"{prefix}*"
+def pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
+    """Return the path of one file, or a glob that matches these files and no others; None if that is not found."""
+    if len(names) == 1:
+        return next(iter(names))
+    folder, _, beginning = os.path.commonprefix([*names]).rpartition("/")  # noqa: RUF071
+    file = os.path.commonprefix([name.rpartition("/")[2] for name in names]).rstrip(string.digits)  # noqa: RUF071
+    if not any(other.startswith(f"{folder}/{beginning.rstrip(string.digits)}") for other in others):
+        return f"{folder}/{beginning.rstrip(string.digits)}*"
+    below = (other for other in others if other.startswith(f"{folder}/"))
+    if not file or any(other.rpartition("/")[2].startswith(file) for other in below):
+        return None
+    return f"{folder}/**/{file}*"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
-from fsdptrain.config.paths import places as places_of
 from fsdptrain.config.schema import Data
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.config.syntax import yaml_text
@@ -65,7 +64,7 @@ class Starter:
     path: DataPath
     read_as: Data
     described: str  # which columns are read as what
-    held_out: DataPath | None = None  # the split to hold out; without it a share of the rows is held out
+    held_out: str | None = None  # the split to hold out; without it a share of the rows is held out
 
     def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
         """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
@@ -131,11 +130,9 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     places = [
         _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
     ]
-    held_out = held_out_files(found)
-    if held_out and places[0] != data[0]:  # relative to the recipe, as the data
-        folder = dest.parent.absolute()
-        listed = [os.path.relpath(each, folder) for each in places_of(held_out)]
-        held_out = listed[0] if isinstance(held_out, str) else listed
+    held_out, folder = held_out_files(found), dest.parent.absolute()
+    if held_out and places[0] == os.path.relpath(str(found), folder):  # relative to the recipe, as the data
+        held_out = os.path.relpath(held_out, folder)
     read = describe_columns(found, read_as)
     return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, read, held_out)
 

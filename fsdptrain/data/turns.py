@@ -249,8 +249,10 @@ class MarkedConversation:
         thought = next((m.at for m in self.view.marks if (m.message, m.kind) == (i, THOUGHT)), None)
         if thought is not None:
             begin = min(thought, end if begin is None else begin)
-        before = [m for m in self.view.marks if m.message != i and m.at <= (end if begin is None else begin)]
-        after = [m.at for m in self.view.marks if m.message != i and m.at >= end and m not in before]
+        edge = end if begin is None else begin
+        others = [m for m in self.view.marks if m.message != i]
+        before = [m for m in others if m.at <= edge]
+        after = [m.at for m in others if m.at >= end and m.at > edge]
         previous = before[-1] if before else None
         anchor = own_mark or previous  # the mark from which renderings of fewer messages are compared with this one
         stop = self._turn_end(i, end, min(after, default=len(self.view.text)), anchor)

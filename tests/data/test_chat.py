@@ -261,6 +261,50 @@ def test_calls_are_trained_as_transformers_masks_those_of_a_template_with_marks(
         assert (ids, list(mask)) == (reference["input_ids"], reference["assistant_masks"])
 
 
+def test_a_conversation_of_many_turns_is_rendered_within_the_limit() -> None:
+    talk = talk_of(*(f"text {number}" for number in range(1000)))
+    [(ids, _)] = Encoder(tokenizer_of("chatml"), Data(format=Format.chat))(
+        [{"messages": talk, "place": "talks.jsonl:1"}]
+    )
+    assert len(ids) > 4000
+
+
+@pytest.mark.parametrize(
+    ("content", "cut"),
+    [
+        ("m.content.split('</think>')[-1]", 1),
+        ("m.content.split('<')[0]", 1),
+        ("m.content | upper", 0),
+        ("m.content | tojson", 0),
+    ],
+)
+def test_a_part_of_a_question_that_the_template_leaves_out_is_counted(content: str, cut: int) -> None:
+    template = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% if m.role == 'user' %}}{{{{ {content} }}}}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    encoder = Encoder(tokenizer_with(template, FAMILIES["chatml"].tokens), Data(format=Format.chat))
+    talk = talk_of("ab", "c", "Is </think> a tag?", "Yes")
+    assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+    assert encoder.notes["cut_content"] == cut
+
+
+def test_turns_that_generation_marks_leave_out_are_counted() -> None:
+    name = "generation marks"
+    last = (
+        "{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    )
+    template = (
+        "{% for m in messages %}<|im_start|>" + last + "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "aBcDeF", strict=True)]
+    talk[3]["weight"] = 0
+    for each, unmarked in ((FAMILIES[name].template, 0), (template, 1)):
+        encoder = Encoder(tokenizer_with(each, FAMILIES[name].tokens), Data(format=Format.chat))
+        assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+        assert encoder.notes["unmarked"] == unmarked
+
+
 def test_a_template_with_two_generation_blocks_in_a_turn() -> None:
     """As TRL's for Phi-3, where the end of the sequence is marked by itself."""
     template = (

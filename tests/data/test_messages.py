@@ -136,6 +136,13 @@ WEATHER = TOOLS[0]["function"]
             chat(USER, ANSWER, tools=TOOLS), id="nulls in a schema",
         ),
         # Columns.
+        *(
+            pytest.param({"instruction": "Q", "input": more, "output": "A", "tools": [WEATHER]},
+                         chat(USER | {"content": question}, ANSWER, tools=TOOLS), id=f"tools beside a joined {more}")
+            for more, question in (("", "Q"), (None, "Q"), ("I", "Q\n\nI"))
+        ),
+        pytest.param({"prompt": [USER], "chosen": "A", "rejected": "B"}, {
+            "prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}, id="texts as answers"),
         pytest.param({"messages": json.dumps([USER, ANSWER])}, talk(ANSWER), id="messages as JSON text"),
         pytest.param(
             {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, talk(ANSWER), id="a list for each key"
@@ -223,7 +230,8 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         chat({"role": "system", "content": "S"}, USER, ANSWER, system="T"),
         chat(USER, ANSWER | {"loss": False}),
     )  # fmt: skip
-    rows, unread = read(path, "{{ message.channel }} {% if role == 'critic' %}")
+    template = "{{ message.channel }} {% if role == 'critic' and loop.mood %}{{ message.mood() }}"
+    rows, unread = read(path, template)
     assert len(rows) == 6 and unread.found == {
         "column 'images' is not read": (2, f"{path}:2"),
         "key 'mood' of messages is not read": (2, f"{path}:2"),
@@ -234,6 +242,61 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
         "column 'system' is not read beside a system message": (1, f"{path}:5"),
         "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:6"),
     }
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "Q", "completion": " "}, {"prompt": "", "completion": "A"}],
+        [
+            talk(ANSWER | {"content": "\n"}),
+            talk(CALLING | {"content": ""}, ANSWER | {"content": "", "weight": 0}, ANSWER),
+        ],
+    ],
+    ids=["text", "message"],
+)
+def test_an_empty_answer_is_counted(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = put(tmp_path, *rows)
+    assert read(path)[1].found == {"answer is empty: only its end is trained": (1, f"{path}:1")}
+
+
+def test_texts_between_conversations_stay_where_they_are(tmp_path: Path) -> None:
+    row = {"context": "C", "more": "D", "history": [USER, ANSWER], "question": "Q", "hint": "", "answer": "A"}
+    [sources] = open_sources(put(tmp_path, row))
+    [[found]] = read_rows([sources], Data(format=Format.chat, columns={"messages": [*row]}), None)
+    assert found["messages"] == [USER | {"content": "C\n\nD"}, USER, ANSWER | {"weight": 0}, USER, ANSWER]
+
+
+def test_an_answer_of_a_pair_without_a_trained_message_is_counted(tmp_path: Path) -> None:
+    path = put(
+        tmp_path,
+        {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"loss": 0}]},
+    )
+    assert read(path)[1].found == {
+        "conversation without a trained message: none of the assistant, but of user": (1, f"{path}:1"),
+        "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:2"),
+    }
+
+
+@pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", "city=Paris", '"{}"', "null", [1]], ids=str)
+def test_arguments_that_are_no_object_are_counted(arguments: Any, tmp_path: Path) -> None:
+    path = put(tmp_path, talk(CALLING | {"tool_calls": [{"name": "f", "arguments": arguments}]}))
+    expected = "arguments of tool calls are no JSON object, and rendered as they are"
+    assert read(path)[1].found == {expected: (1, f"{path}:1")}
+
+
+def test_a_prompt_that_is_not_what_both_answers_begin_with_is_counted(tmp_path: Path) -> None:
+    answers = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]}
+    path = put(tmp_path, {"prompt": "Q", **answers}, {"prompt": "another", **answers})
+    expected = "column 'prompt' is not read beside the messages with which both answers begin"
+    assert read(path)[1].found == {expected: (1, f"{path}:2")}
+
+
+@pytest.mark.parametrize("row", [{"prompt": [USER], "completion": [ANSWER]}, talk(ANSWER)], ids=["prompt", "messages"])
+def test_answers_of_kto_are_not_trained_as_good_ones(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"preference data without pairs \(label"):
+        read(put(tmp_path, row | {"label": False}))
 
 
 def test_an_optional_column_is_read_in_the_rows_that_have_it(tmp_path: Path) -> None:

@@ -79,6 +79,23 @@ def test_a_recipe_for_pairs_has_the_rate_of_dpo_and_the_separator_of_the_same_qu
     assert "\n  eval: {path: held-out.jsonl}\n" in held_out and held_out.endswith("\neval: {every: 2} # steps\n")
 
 
+def test_the_held_out_split_of_every_configuration_is_one_glob_relative_to_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in ("main", "socratic"):
+        for split in ("train", "test"):
+            path = tmp_path / "data" / config / f"{split}-00000-of-00001.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_rows(path, 2)
+    monkeypatch.chdir(tmp_path)
+    for dest in ("recipe.yaml", "sub/recipe.yaml"):
+        Path(dest).parent.mkdir(exist_ok=True)
+        Path(dest).write_text(read_starter(["data"], "org/name", Path(dest)).text({}))
+        data = load(Path(dest)).recipe.data
+        up = "../" if "/" in dest else ""
+        assert data.path == f"{up}data" and data.eval == {"path": f"{up}data/**/test-00000-of-00001.jsonl*"}
+
+
 def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "a.jsonl", 4)
     best = {"fits": True, "overrides": {"fsdp.strategy": "NO_SHARD"}}
