@@ -380,6 +380,9 @@ def test_layers_that_were_cut_are_not_taken_for_multi_token_prediction(tmp_path:
     with pytest.raises(RecipeError, match=r"unknown: model\.layers\.3\."):
         check_weights(skeleton(config, plan.recipe.model), plan, safetensors_files(plan))
     assert announced_mtp(load_config(planned(tmp_path, "model.init=random"), None)) == 0, "nothing would be drawn"
+    for reason in ("model.init=random", "model.config.num_hidden_layers=3"):
+        with pytest.raises(RecipeError, match="num_nextn_predict_layers: layers for multi-token prediction are never"):
+            load_config(planned(tmp_path, reason, "model.config.num_nextn_predict_layers=1"), None)
 
 
 def test_a_tie_that_the_recipe_asks_for_and_the_files_contradict_is_refused(tmp_path: Path) -> None:
