@@ -692,7 +692,7 @@ def evaluate(
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Compute the loss of a model on files; of DPO on pairs also accuracy, margin and rewards. One process computes."""
+    """Compute the loss of a model on files. After DPO also accuracy, margin and rewards on pairs; in one process."""
     from fsdptrain.config.formats import Format
     from fsdptrain.terminal.page import Page
 

@@ -162,6 +162,7 @@ FOREIGN_NAMES = {
     "log.every": "logging_steps",
     "log.trackers": "report_to wandb use_wandb use_mlflow",
     "log.project": "wandb_project",
+    "not a recipe key: an environment variable of the library": "wandb_* mlflow_* trackio_*",
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines",
     "launch.rdzv_endpoint: host:port of the first node": "main_process_ip main_process_port",

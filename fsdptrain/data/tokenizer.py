@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import itertools
@@ -62,10 +63,10 @@ def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
     """Return the tokens that end an answer by the files of the model, if the tokenizer is its own."""
     if not plan.own_tokenizer:
         return []
-    model = plan.recipe.model
-    config, generation = (
-        read_json(str(model.id), model.revision, name, "model.id") for name in ("config.json", "generation_config.json")
-    )
+    model, generation = plan.recipe.model, dict[str, Any]()
+    config = read_json(str(model.id), model.revision, "config.json", "model.id")
+    with contextlib.suppress(RecipeError):  # one that cannot be used is replaced in the export, which is said
+        generation = read_json(str(model.id), model.revision, "generation_config.json", "model.id")
     found = [part.get("eos_token_id") for part in (generation, config, config.get("text_config") or {})]
     ids = [number for each in found for number in (each if isinstance(each, list) else [each])]
     tokens = tokenizer.convert_ids_to_tokens([number for number in ids if isinstance(number, int)])
