@@ -40,7 +40,7 @@ MAX_LISTED = 30  # names that a message lists before it says how many more there
 HUB_UNREACHABLE = "the Hub cannot be reached"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
 # In messages of Python and of Rust, whose libraries (tokenizers, safetensors) raise classes of their own.
-DISK_FULL = re.compile(rf"(?:Errno|os error|code:) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
+DISK_FULL = re.compile(rf"(?:Errno|os error|Os {{ code:) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
 class FsdptrainError(Exception):

@@ -28,7 +28,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.errors import CheckpointError, DataError, Stopped
+from fsdptrain.errors import CheckpointError, DataError, Stopped, is_disk_full
 from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
@@ -157,6 +157,10 @@ def test_a_library_that_finds_the_disk_of_temporary_files_full_names_it(
     named = f"in {tempfile.gettempdir()}, for temporary files: .* set TMPDIR"
     with pytest.raises(CheckpointError, match=named), scratch_folder():
         raise RuntimeError(message)
+
+
+def test_the_code_of_another_error_is_no_full_disk() -> None:
+    assert not is_disk_full(RuntimeError("a CUDA driver failed with error code: 28"))
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])

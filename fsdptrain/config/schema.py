@@ -53,7 +53,7 @@ class Model:
         [],
         "tensors of the files that the architecture does not know, by name or pattern (`*` matches any characters), "
         "which are neither trained nor exported",
-        needs="model.id",
+        needs={"model.init": ["pretrained"]},
     )
     init: Literal["pretrained", "random"] = key(
         "pretrained", "pretrained: load the weights; random: draw them from `seed`"

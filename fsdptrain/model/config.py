@@ -93,6 +93,12 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     # Layers for multi-token prediction are in the files, behind all of the decoder layers there.
     depth, of_files = (layer_values(each.get_text_config(), "num_hidden_layers") for each in (config, known))
     if not plan.pretrained or depth != of_files:
+        for name, value in _text_overrides({**overrides}, config).items():
+            if MTP_LAYERS.fullmatch(name) and value:
+                raise RecipeError(
+                    f"model.config.{name}: layers for multi-token prediction are never trained, only copied from the "
+                    "files of a model with all of its layers: remove the key"
+                )
         announce_no_mtp(config)
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     if not plan.own_tokenizer and "pad_token_id" not in overrides:

@@ -874,6 +874,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "SHARD_GRAD_OP, only with HYBRID_SHARD or",
         ),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "NO_SHARD, only with HYBRID_SHARD or"),
+        (["model.init=random", "model.ignore_weights=[mtp]"], "model.ignore_weights", "random, only with pretrained"),
         (["fsdp.bucket_cap_mb=25"], "fsdp.bucket_cap_mb", "FULL_SHARD, only with NO_SHARD"),
         (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (
