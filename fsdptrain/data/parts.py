@@ -40,7 +40,7 @@ from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.folder.events import Progress
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS
 
-TOKENS_VERSION = 2  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+TOKENS_VERSION = 3  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
