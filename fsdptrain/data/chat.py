@@ -23,7 +23,7 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.omissions import describe_left_out, find_left_out
+from fsdptrain.data.omissions import cuts_tools, describe_left_out, find_left_out
 from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turns import (
     BEGIN,
@@ -62,6 +62,7 @@ TextPart = dict[str, str]  # {type: text, text: …}
 SEPARATORS = ("", "\n", " ", "\n\n")
 OF_SERVERS = "\n"
 
+MAX_TOOLS = 1000  # lists of tools of which it is remembered whether the template leaves out a part
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
 
 
@@ -77,7 +78,7 @@ class ConversationRenderer:
     `data` says what is trained (`train_on`, `turns`) and has values for the template. `day`: what it sees as today.
     `notes` counts turns: `endless` ones, in which the template writes no end that could be learned, `shortened` ones,
     of which it leaves out a thought, or another part of the content, `unmarked` ones, which its {% generation %} marks
-    leave out, and messages of others with `cut_content`.
+    leave out, those with tools of which it leaves out a part (`cut_tools`), and messages of others with `cut_content`.
     """
 
     tokenizer: Any
@@ -94,6 +95,7 @@ class ConversationRenderer:
         ends = (self.tokenizer.eos_token, *stop_tokens(self.tokenizer))
         self.finder = TurnFinder(self._apply_template, tuple(longest_first), ends)
         self.notes = Counter[str]()
+        self.cut_tools: dict[str, bool] = {}  # tools as JSON → whether the template leaves out a part of them
 
     def __call__(self, messages: list[Message], tools: list[Any] | None, place: str, first: int = 0) -> list[Rendered]:
         """Return the rows of a conversation, each as text with the spans of it to train, in order.
@@ -170,7 +172,19 @@ class ConversationRenderer:
                 raise DataError(f"the chat template leaves out {describe_left_out(path, messages, tools)}")
             shortened |= {path[1]} & {*wanted}
         self.notes["shortened"] += len(shortened)
+        self.notes["cut_tools"] += len(wanted) * self._cuts_tools(messages, tools, text)
         self.notes["cut_content"] += sum(messages[i]["role"] != "assistant" for i in begun ^ shown)
+
+    def _cuts_tools(self, messages: list[Message], tools: list[Any] | None, text: str) -> bool:
+        """Return whether the template leaves out a part of the tools; asked once of tools that come again."""
+        if not tools:
+            return False
+        key = json.dumps(tools, default=str)
+        if key not in self.cut_tools:
+            if len(self.cut_tools) == MAX_TOOLS:
+                self.cut_tools.clear()
+            self.cut_tools[key] = cuts_tools(self._apply_template, messages, tools, text)
+        return self.cut_tools[key]
 
     def _as_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return messages with thoughts under a key that the template reads, and arguments in the type that it takes.

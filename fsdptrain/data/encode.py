@@ -35,6 +35,7 @@ OF_TURNS = {
     "shortened": "trained without a thought, or another part of the content, that the chat template leaves out "
     "(data.turns: split may keep that of an earlier turn)",
     "cut_content": "of others than the assistant: the chat template leaves out the beginning or the end of the content",
+    "cut_tools": "with tools of which the chat template leaves out a part, such as a description or a parameter",
     "unmarked": "not trained: the {% generation %} marks of the chat template leave them out",
 }
 POLL_S = 0.2

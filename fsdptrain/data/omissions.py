@@ -13,6 +13,7 @@ from fsdptrain.data.turns import THOUGHT_KEYS, Message, Render, delimiters_for, 
 from fsdptrain.errors import DataError
 
 Path = tuple[Any, ...]  # keys and indices that lead to a value
+FOR_AN_API = ("strict", "additionalProperties")  # keys of tools that no template renders for a model
 
 
 def find_left_out(
@@ -22,10 +23,28 @@ def find_left_out(
 
     `shown`: numbers of messages whose contents are known to be in the text.
     """
-    row = {"messages": messages, "tools": tools}
     values = [(path, value) for path, value in _values(messages, tools) if path[2] != "content" or path[1] not in shown]
+    return [*_left_out(render, {"messages": messages, "tools": tools}, text, values)]
+
+
+def cuts_tools(render: Render, messages: list[Message], tools: list[Any], text: str) -> bool:
+    """Return whether a template leaves out of `text` a part of the tools: a description, or one of a parameter.
+
+    `type: function` and FOR_AN_API are not looked for.
+    """
+    of_schemas = (leaf for n, tool in enumerate(tools) for leaf in _leaves(function_of(tool), _place_of(tool, n)))
+    values = [(path, value) for path, value in of_schemas if path[-1] not in FOR_AN_API and path[2:] != ("type",)]
+    return any(True for _ in _left_out(render, {"messages": messages, "tools": tools}, text, values))
+
+
+def _place_of(tool: Any, number: int) -> Path:
+    return ("tools", number, "function") if "function" in tool else ("tools", number)
+
+
+def _left_out(render: Render, row: dict[str, Any], text: str, values: list[tuple[Path, Any]]) -> Iterator[Path]:
+    """Yield the paths of those of these values of a row that its rendering `text` does not depend on."""
     if not values:
-        return []
+        return
     delimiters, marked = delimiters_for(text), row
     marks = [str(number).join(delimiters) for number in range(len(values))]
     for (path, value), mark in zip(values, marks, strict=True):
@@ -39,7 +58,7 @@ def find_left_out(
 
     found = rendered(marked) or ""
     missing = [each for each, mark in zip(values, marks, strict=True) if len(delimiters) < 2 or mark not in found]
-    return [path for path, value in missing if rendered(_replaced(row, path, _another(value))) == text]
+    yield from (path for path, value in missing if rendered(_replaced(row, path, _another(value))) == text)
 
 
 def describe_left_out(path: Path, messages: list[Message], tools: list[Any] | None) -> str:

@@ -289,6 +289,26 @@ def test_a_part_of_a_question_that_the_template_leaves_out_is_counted(content: s
     assert encoder.notes["cut_content"] == cut
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Where?"}}, "required": ["city"]}
+NAMES_AND_DESCRIPTIONS = (
+    "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "schema", "cut"),
+    [(FAMILIES["qwen2.5"].template, SCHEMA, 0), (NAMES_AND_DESCRIPTIONS, SCHEMA, 4), (NAMES_AND_DESCRIPTIONS, {}, 0)],
+    ids=["all", "without parameters", "none there"],
+)
+def test_tools_of_which_the_template_leaves_out_a_part_are_counted(template: str, schema: Any, cut: int) -> None:
+    function = {"name": "weather", "description": "Says how it is.", "parameters": schema, "strict": True}
+    row = {"messages": talk_of("a", "b", "c", "d"), "tools": [{"type": "function", "function": function}]}
+    encoder = Encoder(tokenizer_with(template, FAMILIES["qwen2.5"].tokens), Data(format=Format.chat))
+    assert len(list(encoder([{**row, "place": f"talks.jsonl:{n}"} for n in range(2)]))) == 2
+    assert encoder.notes["cut_tools"] == cut
+
+
 def test_turns_that_generation_marks_leave_out_are_counted() -> None:
     name = "generation marks"
     last = (
