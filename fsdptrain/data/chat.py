@@ -23,12 +23,12 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config.schema import Data
+from fsdptrain.data.messages import THOUGHT_KEYS
 from fsdptrain.data.omissions import cuts_tools, describe_left_out, find_left_out
 from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turns import (
     BEGIN,
     END,
-    THOUGHT_KEYS,
     Mark,
     MarkedConversation,
     Message,

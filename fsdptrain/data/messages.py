@@ -27,7 +27,8 @@ ROLES = {  # names of roles, in lower case → those of chat templates
     **dict.fromkeys(TOOL_ROLES, "tool"),
 }
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value", "text")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thinking_content", "thought", "thoughts")
+# Where data and templates have the thought of the assistant; the first is what rows are read to.
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_content", "thought", "thoughts")
 TRAINED_IF = (
     "weight",
     "loss",
@@ -43,7 +44,7 @@ MASKED_IF = ("masked", "is_masked", "ignore_loss")
 # Their meaning depends on the tool (`mask`), or parts of a message are trained.
 UNCLEAR_FLAGS = ("mask", "train_on", "train_detail", "training_detail")
 READ_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight"})
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "args")
 
 _HARMLESS = """
 id _id ids idx index row_id uid uuid guid key hash md5 sha256 prompt_id question_id example_id sample_id
@@ -179,17 +180,17 @@ def _read_message(message: Any, at: str, place: str, unread: Unread) -> tuple[Me
     if (calls := left.pop("tool_calls", None)) not in EMPTY:
         read["tool_calls"] = _read_calls(calls, at, place, unread)
     if read["role"] == "assistant":
-        given = {key: left.pop(key) for key in THOUGHTS if isinstance(left.get(key), str)}
+        given = {key: left.pop(key) for key in THOUGHT_KEYS if isinstance(left.get(key), str)}
         thoughts = {text: key for key, text in given.items()}
         if len(thoughts) > 1:
             raise DataError(f"{at} has different thoughts in {' and '.join(thoughts.values())}: keep one of them")
-        read |= dict.fromkeys(THOUGHTS[:1] * len(thoughts), *thoughts)  # the template's key of it: see `chat`
+        read |= dict.fromkeys(THOUGHT_KEYS[:1] * len(thoughts), *thoughts)  # the template's key of it: see `chat`
     read |= _weight(left, read["role"], at)
-    if content is None and "tool_calls" not in read and THOUGHTS[0] not in read:
+    if content is None and "tool_calls" not in read and THOUGHT_KEYS[0] not in read:
         null = next((f"{key} is null; expected text" for key in CONTENT_KEYS if key in message), None)
         raise DataError(f"{at} has no content: {null or f'only {listed(message)}; its text belongs in `content`'}")
     is_trained = read["role"] == "assistant" and read.get("weight", 1)
-    if is_trained and not (str(content or "").strip() or {"tool_calls", THOUGHTS[0]} & {*read}):
+    if is_trained and not (str(content or "").strip() or {"tool_calls", THOUGHT_KEYS[0]} & {*read}):
         unread.add(EMPTY_ANSWER, place)
     unread.add_keys((k for k, v in left.items() if v not in EMPTY), READ_KEYS, "messages", place)
     return read | left, is_call

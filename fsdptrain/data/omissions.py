@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsdptrain.data.turns import THOUGHT_KEYS, Message, Render, delimiters_for, function_of
+from fsdptrain.data.messages import THOUGHT_KEYS
+from fsdptrain.data.turns import Message, Render, delimiters_for, function_of
 from fsdptrain.errors import DataError
 
 Path = tuple[Any, ...]  # keys and indices that lead to a value

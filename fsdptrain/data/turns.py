@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptrain.data.columns import common_prefix_length
-from fsdptrain.data.messages import Message
+from fsdptrain.data.messages import THOUGHT_KEYS, Message
 from fsdptrain.errors import DataError
 
 Span = tuple[int, int]
@@ -27,9 +27,6 @@ LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
 # Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool,
 # before its thought.
 BEGIN, INNER, END, CALL, THOUGHT = range(5)
-
-# Where data and templates have the thought of the assistant.
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)

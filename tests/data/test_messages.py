@@ -69,6 +69,11 @@ WEATHER = TOOLS[0]["function"]
         pytest.param(
             chat({"role": "User", "value": "Q"}, {"from": "MODEL", "content": "A"}), talk(ANSWER), id="mixed keys"
         ),
+        pytest.param(
+            talk({"role": "assistant", "tool_calls": [{"name": "get_weather", "args": {"city": "Paris"}}]}),
+            talk(CALLING),
+            id="args",
+        ),
         pytest.param(chat({"role": "prompter", "content": "Q"}, {"role": "AI", "content": "A"}), talk(ANSWER), id="ai"),
         *(
             pytest.param(
