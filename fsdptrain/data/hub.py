@@ -10,7 +10,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -184,11 +184,14 @@ def same_values(one: Any, other: Any, dtype: torch.dtype | None = None) -> bool:
     shape = one.get_shape()
     if shape != other.get_shape() or (dtype is None and one.get_dtype() != other.get_dtype()):
         return False
-    if not shape:
-        return bool(torch.equal(one[...].to(dtype), other[...].to(dtype)))
     rows = max(1, COMPARED_NUMBERS // max(1, math.prod(shape[1:])))
-    parts = (slice(start, start + rows) for start in range(0, shape[0], rows))
-    return all(torch.equal(one[part].to(dtype), other[part].to(dtype)) for part in parts)
+    parts: Iterable[Any] = (slice(start, start + rows) for start in range(0, shape[0], rows)) if shape else [...]
+    return all(_equal(one[part].to(dtype), other[part].to(dtype)) for part in parts)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; a NaN is equal to one with the same bits."""
+    return torch.equal(one, other) or torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other)))
 
 
 def _indexed_files(plan: Plan, index: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -355,6 +356,17 @@ def test_odd_files_are_read_as_transformers_reads_them_or_refused_by_name(name: 
     pairs = [(each.get_input_embeddings().weight, each.get_output_embeddings().weight) for each in (model, expected)]
     assert len({embedding is head for embedding, head in pairs}) == 1
     assert bool(announced_mtp(config)) == (said == AS_THEY_ARE and kind != "qwen3_next")
+
+
+def test_a_copy_of_the_embedding_is_one_with_its_nan(tmp_path: Path) -> None:
+    def with_nan(stored: Stored) -> Stored:
+        stored["model.embed_tokens.weight"][3, 1] = math.nan
+        return stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+
+    odd_checkpoint(tmp_path / "model", "llama", {"tie_word_embeddings": True}, with_nan)
+    plan = planned(tmp_path)
+    config, files = load_config(plan, None), safetensors_files(plan)
+    assert not fit_config(config, skeleton(config, plan.recipe.model), plan, files) and config.tie_word_embeddings
 
 
 def test_tensors_that_nothing_knows_are_left_out_by_the_recipe(tmp_path: Path) -> None:
