@@ -182,8 +182,7 @@ class Trainer:
         gc.enable()
         gc.unfreeze()
         # The last checkpoint may still be under way; if it fails, the run fails.
-        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
-        self.checkpointer.wait()
+        self.finish_save()
         self.checkpointer.release()  # an export needs host memory of its own
         if self.borders:
             self.borders.raise_failure()
@@ -362,6 +361,7 @@ class Trainer:
 
         Ranks that share a row get the numbers of one another in attention.
         """
+        self.finish_save()
         samples: dict[str, list[int]] = {}
         for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
             micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
@@ -376,9 +376,16 @@ class Trainer:
 
     def nonfinite_error(self, message: str) -> NonFiniteError:
         """Return an error that ends the run, when a checkpoint of earlier steps that is under way is complete."""
+        self.finish_save()
+        return NonFiniteError(message)
+
+    def finish_save(self) -> None:
+        """Wait for a save that is under way, and raise its error: its thread communicates beside training.
+
+        It comes before every `World.gather_objects` of training, which would meet the collectives of that thread.
+        """
         self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
-        return NonFiniteError(message)
 
     def evaluation_due(self, done: int, last: bool) -> bool:
         """Return whether to evaluate after `done` steps; collective if the run was resumed there."""
@@ -399,15 +406,20 @@ class Trainer:
         texts = self.continue_prompts(stops) if result is not None else None
         if texts is not None:
             loss = self.report_evaluation(done, results)
-            # A loss that overflows may come back to numbers; with such weights it never does.
-            if not math.isfinite(loss) and (weights := find_weights(self.engine)):
-                when = f"after step {done}" if done else "before the first step"
-                raise self.nonfinite_error(f"{when} the held-out loss is {loss:g}: {weights[0]}")
+            when = f"after step {done}" if done else "before the first step"
+            if not math.isfinite(loss):
+                self.check_weights(f"{when} the held-out loss is {loss:g}")
             if texts:
                 self.reporter.event("generated", step=done, prompts=self.plan.recipe.eval.prompts, texts=texts)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return texts is None
+
+    def check_weights(self, found: str) -> None:
+        """Raise NonFiniteError if weights are not finite; a loss that only overflows may come back to numbers."""
+        self.finish_save()
+        if weights := find_weights(self.engine):
+            raise self.nonfinite_error(f"{found}: {weights[0]}")
 
     def continue_prompts(self, stops: StopPoll) -> list[str] | None:
         """Return what the model writes behind each of `eval.prompts`, None if a stop interrupted it; collective.
@@ -477,8 +489,7 @@ class Trainer:
         try:
             check_replicas(self.engine.model, self.world, done)
         except WorkerLost:
-            self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
-            self.checkpointer.wait()
+            self.finish_save()
             raise
 
     def save(self, done: int, wait: bool) -> bool:
@@ -497,8 +508,7 @@ class Trainer:
         """
         if not self.plan.topology.is_elastic or not self.world.any(self.session.join.count):
             return
-        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
-        self.checkpointer.wait()
+        self.finish_save()
         if self.any_stop():  # no rank leaves before the checkpoint is complete on all; the next step notices the stop
             return
         raise NodeWaits(f"another node joins: the workers start again from the checkpoint of step {done}")
