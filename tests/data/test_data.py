@@ -1553,7 +1553,7 @@ def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_ca
     assert [process.returncode for process in processes] == [0, 0], outputs
     (calls, *one), (other_calls, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert one == other
-    assert sorted([calls, other_calls]) == [0, 3]  # one of them prepared, the other waited and used that
+    assert sorted([bool(calls), bool(other_calls)]) == [False, True]  # one prepared, the other waited and used that
     assert len(prepared(own_cache)) == 1
 
 
