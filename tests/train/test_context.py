@@ -174,7 +174,7 @@ def test_a_report_on_a_nan_names_the_ranks_of_the_row(tmp_path: Path, monkeypatc
     found = [NonFiniteBatch(rank, 0, "the loss is nan") for rank in (2, 3)]
     monkeypatch.setattr(trainer, "find_sources", lambda *_: found)
     monkeypatch.setattr(trainer, "find_weights", lambda *_: [])
-    run: Any = SimpleNamespace(plan=plan, engine=None, stream=SimpleNamespace(at=list))
+    run: Any = SimpleNamespace(plan=plan, engine=None, stream=SimpleNamespace(at=list), finish_save=lambda: None)
     inputs: Any = SimpleNamespace(step=0, batches=None, divisor=1)
     row = "(samples 1)"
     assert trainer.Trainer.nonfinite_cause(run, inputs) == (
