@@ -49,7 +49,7 @@ smoke: install
 # recipes, which are skipped with 2.11, where attention keeps more. One version: make versions ONLY=2.15
 # Each has an environment in VERSIONS with torch's plain wheel (with CUDA, 7 GB each) and what else .venv has.
 VERSIONS ?= /tmp/fsdptrain-versions
-CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py tests/parallel \
+CORE = tests/test_patches.py tests/forecast tests/forecast/test_forecast.py tests/parallel \
 	tests/model/test_float8.py tests/model/test_init.py tests/model/test_loss.py tests/model/test_nf4.py \
 	tests/model/test_precision.py tests/model/test_varlen.py tests/model/test_weights.py \
 	tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
@@ -66,7 +66,7 @@ versions: install
 cuda-fakes: install
 	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
-			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -s -rs tests/simulate/test_cuda_fakes.py \
+			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -s -rs tests/forecast/test_cuda_fakes.py \
 			|| exit 1; \
 	done
 

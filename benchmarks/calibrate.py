@@ -41,13 +41,13 @@ from transformers import AutoConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Fsdp
+from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.timing import recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
 from fsdptrain.parallel import shard
 from fsdptrain.plan.hardware import CALIBRATED, KNOWN, SPREADS, Hardware
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate.simulation import simulate
 
 # Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton reaches in forward and backward, on the A100:
 # "around 1.3-1.5× faster in the forward pass and around 2× in the backward pass" (Dao, arXiv:2307.08691, section 4.1).

@@ -20,10 +20,10 @@ from pathlib import Path
 from rich.console import Console
 
 import fsdptrain
-from fsdptrain.attempts.attempts import EarlierAttempts
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.heading import heading
+from fsdptrain.checkpoint.resume import EarlierAttempts
+from fsdptrain.launch.run_banner import heading
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
 DOCS = Path(__file__).parent.absolute()

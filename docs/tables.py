@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.names import FOREIGN_NAMES, FOREIGN_VALUES, TABLES, leading_key
-from fsdptrain.folder.records import EVENTS, EventKind
+from fsdptrain.run_folder.records import EVENTS, EventKind
 
 
 def names() -> str:

@@ -37,7 +37,7 @@ from fsdptrain.processes import PROGRAM
 
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.dryrun.findings import Outcome
+    from fsdptrain.validate.findings import Outcome
 
 Place = str | os.PathLike[str]
 ENDED: dict[int, type[FsdptrainError]] = {
@@ -66,8 +66,8 @@ def validate(
     fit is an outcome with the exit code 3. Raises RecipeError for a wrong recipe, unknown hardware, or a price without
     GPUs.
     """
-    from fsdptrain.dryrun.request import make_request, run_dry_run
     from fsdptrain.terminal.screen import Screen
+    from fsdptrain.validate.request import make_request, run_dry_run
 
     request = make_request(load_recipe(recipe, overrides), hardware, price=price)
     with Screen(quiet=True) as screen:
@@ -90,8 +90,8 @@ def read_history(run_dir: Place) -> list[dict[str, Any]]:
 
     Raises RecipeError if the folder holds no run.
     """
-    from fsdptrain.folder import events
-    from fsdptrain.folder.rundir import RunDir
+    from fsdptrain.run_folder import events
+    from fsdptrain.run_folder.rundir import RunDir
 
     metrics = RunDir(Path(run_dir)).metrics
     if not metrics.is_file():

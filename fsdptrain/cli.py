@@ -31,10 +31,6 @@ from fsdptrain.errors import (
     is_disk_full,
     is_panic,
 )
-from fsdptrain.folder.files import shipped, system_reason, write_atomically
-from fsdptrain.folder.records import json_safe
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import LIKE_A_URL
 from fsdptrain.processes import (
     PROGRAM,
     Interrupted,
@@ -45,16 +41,20 @@ from fsdptrain.processes import (
     threads_for,
     watch_parent,
 )
+from fsdptrain.run_folder.files import shipped, system_reason, write_atomically
+from fsdptrain.run_folder.records import json_safe
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import LIKE_A_URL
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
-    from fsdptrain.attempts.attempts import EarlierAttempts
+    from fsdptrain.checkpoint.resume import EarlierAttempts
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.dryrun.findings import Outcome
-    from fsdptrain.dryrun.request import Request
-    from fsdptrain.inference.opened import OpenedModel
+    from fsdptrain.inference.load_model import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
+    from fsdptrain.validate.findings import Outcome
+    from fsdptrain.validate.request import Request
 
 
 app = typer.Typer(
@@ -201,7 +201,7 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def _errors_recorded(rundir: RunDir) -> Iterator[None]:
     """Write an error as an event, and the traceback of an unexpected one, which is raised as an FsdptrainError."""
-    from fsdptrain.folder.events import record_error
+    from fsdptrain.run_folder.events import record_error
 
     try:
         with _os_errors_as_fsdptrain_errors():
@@ -233,21 +233,21 @@ def run(
                 plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
-            from fsdptrain.launch.refusal import tell_other_nodes
+            from fsdptrain.launch.notify_nodes import tell_other_nodes
 
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
-        from fsdptrain.folder.events import cut_partial_lines
         from fsdptrain.forecast.changes import relief_lines
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
-        from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, worker_settings
         from fsdptrain.launch.next_steps import next_steps
+        from fsdptrain.launch.run_banner import heading
         from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
+        from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.terminal.screen import Screen
         from fsdptrain.trackers.supervisor import tracked
 
@@ -298,7 +298,7 @@ def _claim(
     stack: contextlib.ExitStack, written: LoadedRecipe, fresh: bool, trust_remote_code: bool
 ) -> tuple[Plan, EarlierAttempts]:
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
-    from fsdptrain.attempts.claim import claim_run_dir
+    from fsdptrain.launch.run_lock import claim_run_dir
     from fsdptrain.plan.launchers import find_launcher, worker_variables
     from fsdptrain.plan.limits import compiled_where_possible, limits_here, raise_limits
     from fsdptrain.plan.plan import make_plan
@@ -352,10 +352,10 @@ def validate(
                 f"--here: cannot be combined with {', '.join(given)}, which the dry run uses: leave out one or the "
                 "other"
             )
-        from fsdptrain.dryrun.request import make_request
-        from fsdptrain.dryrun.summary import show_outcome
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
+        from fsdptrain.validate.request import make_request
+        from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -384,7 +384,7 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    from fsdptrain.dryrun.request import run_dry_run
+    from fsdptrain.validate.request import run_dry_run
 
     with _screen_beside_result() as screen:
         return run_dry_run(request, screen)
@@ -399,12 +399,12 @@ def _check_here(request: Request) -> Outcome:
     os.environ.update(worker_variables(launched))
     check_name(request.plan.topology, os.environ)
     if request.plan.topology.joined:
-        from fsdptrain.dryrun.here import check_ranks
+        from fsdptrain.validate.node_check import check_ranks
 
         with contextlib.redirect_stdout(sys.stderr):
             outcome = check_ranks(request)
     else:
-        from fsdptrain.dryrun.request import check_here
+        from fsdptrain.validate.request import check_here
 
         with _screen_beside_result() as screen:
             outcome = check_here(request, screen)
@@ -437,8 +437,8 @@ def prepare(
 ) -> None:
     """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
     written = find_recipe(recipe, overrides)
-    from fsdptrain.dryrun.request import make_request
-    from fsdptrain.folder.events import progress_record
+    from fsdptrain.run_folder.events import progress_record
+    from fsdptrain.validate.request import make_request
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
     outcome = "before all was prepared; what was finished is kept; run the same command again"
@@ -491,8 +491,8 @@ def export(
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
         if not rundir.checkpoint_steps():
             raise CheckpointError(f"{run_dir} has no complete checkpoint")
-        from fsdptrain.attempts.claim import lock_for_export
-        from fsdptrain.folder.ownership import output_lock, parents_made
+        from fsdptrain.launch.run_lock import lock_for_export
+        from fsdptrain.run_folder.ownership import output_lock, parents_made
         from fsdptrain.terminal.screen import Screen
 
         with (
@@ -582,9 +582,9 @@ def submit(
 
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
-    from fsdptrain.dryrun.request import make_request
-    from fsdptrain.dryrun.summary import show_outcome
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.request import make_request
+    from fsdptrain.validate.summary import show_outcome
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
@@ -758,7 +758,7 @@ def _opened_model(
         what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
         raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
     with screen.busy("importing transformers"):
-        from fsdptrain.inference.opened import opened_model
+        from fsdptrain.inference.load_model import opened_model
     with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:
         yield opened
 
@@ -791,9 +791,9 @@ def init(
         raise RecipeError(f"{dest} exists already and is not overwritten")
     if not data or model is None:
         raise RecipeError("give --data and --model")
-    from fsdptrain.data.starter import read_starter
-    from fsdptrain.dryrun.proposal import propose, show_proposal
+    from fsdptrain.data.init_recipe import read_starter
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:

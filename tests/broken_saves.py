@@ -16,7 +16,7 @@ import safetensors.torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from fsdptrain.folder.storage import MANIFEST_NAME
+from fsdptrain.run_folder.storage import MANIFEST_NAME
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 

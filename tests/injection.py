@@ -19,8 +19,8 @@ import yaml
 from forks import Command
 from support import TESTS, environment, events, processes_using, python_path, write_recipe
 
-from fsdptrain.attempts import manifest
-from fsdptrain.folder.rundir import RunDir
+from fsdptrain.checkpoint import manifest
+from fsdptrain.run_folder.rundir import RunDir
 
 STEPS, EVERY = 12, 2
 SMALL = {

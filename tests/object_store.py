@@ -18,7 +18,7 @@ from botocore.loaders import JSONFileLoader
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from fsdptrain.folder.storage import object_path
+from fsdptrain.run_folder.storage import object_path
 
 Answer = tuple[str, str]  # status line, code in the body
 Fault = Callable[[str, str], Answer | None]  # (method, path) → what to answer instead, or None

@@ -24,11 +24,11 @@ import waits
 from torch.cuda._sanitizer import Access, EventHandler, zip_arguments
 
 from fsdptrain.checkpoint.save import Checkpointer
+from fsdptrain.forecast.device import Backend, DeviceEvent, PretendCopy, PretendStream, current_stream
+from fsdptrain.forecast.recorder import NO_KERNEL, Recorder, host_waits, storage_of, tensors_in
 from fsdptrain.forecast.trace import HOST, Alloc, Event, Free, RecordEvent, Storage, Synchronize, WaitEvent
 from fsdptrain.parallel.world import HostCopy
 from fsdptrain.plan.plan import Plan
-from fsdptrain.simulate.device import Backend, DeviceEvent, PretendCopy, PretendStream, current_stream
-from fsdptrain.simulate.recorder import NO_KERNEL, Recorder, host_waits, storage_of, tensors_in
 from fsdptrain.train.optim import optimizer_class
 
 HOST_STREAM = -1

@@ -44,8 +44,6 @@ from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
-from fsdptrain.folder.ownership import read_export_record
-from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.init import init_groups, initial_weights
@@ -59,6 +57,8 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.ownership import read_export_record
+from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
 from fsdptrain.train.nonfinite import find_sources

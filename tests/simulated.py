@@ -9,11 +9,11 @@ from support import write_recipe
 from transformers import AutoConfig
 
 from fsdptrain.config.reader import load
+from fsdptrain.forecast import simulation as simulate
 from fsdptrain.forecast.trace import Trace
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate import simulation as simulate
 
 SMALL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,

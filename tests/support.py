@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 from forks import Command
 
-from fsdptrain.folder.records import EVENTS
 from fsdptrain.plan.network import unused_port
+from fsdptrain.run_folder.records import EVENTS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"

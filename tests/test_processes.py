@@ -29,11 +29,11 @@ from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import CheckpointError, DataError, Stopped, is_disk_full
-from fsdptrain.folder.files import SCRATCH_LOCK, scratch_folder, try_lock
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
+from fsdptrain.run_folder.files import SCRATCH_LOCK, scratch_folder, try_lock
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import printable
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
@@ -99,7 +99,7 @@ def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.Mo
 
 
 HOLD = """
-from fsdptrain.folder.files import scratch_folder
+from fsdptrain.run_folder.files import scratch_folder
 with scratch_folder() as folder: print(folder, flush=True); input()
 """
 
@@ -190,7 +190,7 @@ def test_no_process_outlives_a_killed_one_under_torchrun(
 def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
     found = kill_and_watch(
-        tmp_path / "run", "fsdptrain.simulate.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
+        tmp_path / "run", "fsdptrain.forecast.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
     )
     assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
 

@@ -9,7 +9,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,18 @@ from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
-    "", "folder", "terminal", "config", "plan", "trackers", "forecast", "data", "model", "parallel", "attempts",
-    "checkpoint", "launch", "report", "train", "inference", "simulate", "dryrun",
+    "", "run_folder", "terminal", "config", "plan", "trackers", "data", "model", "parallel",
+    "checkpoint", "launch", "train", "forecast", "report", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
-    "", "folder", "terminal", "config", "plan", "trackers", "forecast", "attempts", "launch", "report",
+    "", "run_folder", "terminal", "config", "plan", "trackers", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
-    "checkpoint.verify", "dryrun.findings", "dryrun.summary", "dryrun.nodes",
-    "dryrun.request", "dryrun.proposal",
+    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings", "validate.summary",
+    "validate.nodes", "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
+    "forecast.allocator",
+    "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",
+    "forecast.measured", "forecast.render", "forecast.plot",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {
@@ -80,7 +82,7 @@ def test_the_tests_mirror_the_packages() -> None:
 def test_a_module_imports_only_from_its_package_and_above(module: str) -> None:
     # Inside their functions `cli` and `api` import the other packages, so that a page of help needs none of them.
     above = module in ("cli", "api")
-    place = ORDER.index("folder" if above else package(module))
+    place = ORDER.index("run_folder" if above else package(module))
     below = {name for name in imported(MODULES[module], above) if ORDER.index(package(name)) > place}
     assert not below
 
@@ -104,12 +106,6 @@ def test_no_two_modules_define_the_same_name() -> None:
         for name in public_names(MODULES[module]) - {"main"}:
             homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
-
-
-def test_no_two_modules_have_the_same_name() -> None:
-    # Apart from `patches`, which each package may have for the private functions that it relies on.
-    found = Counter(module.rpartition(".")[2] for module in MODULES)
-    assert [name for name, count in found.items() if count > 1] == ["patches"]
 
 
 KINDS = {  # enum → its home: no other module mentions one of its members in an expression

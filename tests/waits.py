@@ -18,15 +18,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
+from fsdptrain.forecast.device import PretendCopy, pretend_accelerator, pretend_world
+from fsdptrain.forecast.kernels import on_card
+from fsdptrain.forecast.patches import fake_tensor_patches
+from fsdptrain.forecast.recorder import Recorder
+from fsdptrain.forecast.simulation import batch_of_zeros, make_engine, mark_moments
 from fsdptrain.forecast.trace import Event, Moment, Synchronize
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Counts, Plan, varied
-from fsdptrain.simulate.device import PretendCopy, pretend_accelerator, pretend_world
-from fsdptrain.simulate.kernels import on_card
-from fsdptrain.simulate.patches import fake_tensor_patches
-from fsdptrain.simulate.recorder import Recorder
-from fsdptrain.simulate.simulation import batch_of_zeros, make_engine, mark_moments
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.prefetch import StepInputs
 from fsdptrain.train.setup import Sizes

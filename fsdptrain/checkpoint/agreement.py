@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.errors import DataError, FsdptrainError, RecipeError
-from fsdptrain.folder.storage import URL
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.storage import URL
 
 
 class Agreed(NamedTuple):

@@ -11,19 +11,19 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from fsdptrain.attempts.attempts import WITHOUT_EFFECT
-from fsdptrain.attempts.manifest import BASE_KEY, DATA_KEY, HELD_OUT_KEY, TOKENIZER_KEY
-from fsdptrain.checkpoint.exported import Exported
+from fsdptrain.checkpoint.export_tensors import Exported
+from fsdptrain.checkpoint.manifest import BASE_KEY, DATA_KEY, HELD_OUT_KEY, TOKENIZER_KEY
+from fsdptrain.checkpoint.resume import WITHOUT_EFFECT
 from fsdptrain.config.adapter import ADAPTER_FOLDER
 from fsdptrain.config.paths import is_hub_data, places
 from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import yaml_text
-from fsdptrain.folder.ownership import CARD, WEIGHTS, Stamps, file_stamps
-from fsdptrain.folder.records import Record, Tail, shares_of
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model.config import announced_mtp
 from fsdptrain.plan.plan import HubData, Plan
+from fsdptrain.run_folder.ownership import CARD, WEIGHTS, Stamps, file_stamps
+from fsdptrain.run_folder.records import Record, Tail, shares_of
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import printable
 
 LICENCE = "TODO: choose a licence that those of the base model and the data allow, and add `license:` at the top."

@@ -1,7 +1,7 @@
 """Compare an export with the model that was trained, before it replaces an earlier one.
 
-A fresh process opens the folder as its user does (`checkpoint.reopen`), and computes logits for a few rows on the CPU.
-They are compared with those of the trained model. It starts before the export is written, because importing
+A fresh process opens the folder as its user does (`checkpoint.export_check`), and computes logits for a few rows on the
+CPU. They are compared with those of the trained model. It starts before the export is written, because importing
 transformers takes seconds.
 """
 
@@ -21,9 +21,9 @@ from safetensors.torch import load
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.errors import CheckpointError
-from fsdptrain.folder.events import Progress
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.processes import Child, child_environment, threads_for
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import duration, size
 
 ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
@@ -75,7 +75,7 @@ class Way:
     unquantised: list[str] | None = None
 
     def job(self, root: Path) -> dict[str, Any]:
-        """Return what `checkpoint.reopen` needs to open it."""
+        """Return what `checkpoint.export_check` needs to open it."""
         extra = {"unquantised": self.unquantised} if self.adapter else {}
         return {"folder": str(root / self.folder), "dtype": self.dtype, **extra}
 
@@ -86,7 +86,7 @@ def fresh_process() -> Child:
     own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
     threads = str(threads_for(len(os.sched_getaffinity(0))))
     own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
-    return Child("fsdptrain.checkpoint.reopen", own, keep_errors=True)
+    return Child("fsdptrain.checkpoint.export_check", own, keep_errors=True)
 
 
 def logits_from(child: Child, job: dict[str, Any], wait: Callable[[], None]) -> Tensors | str:

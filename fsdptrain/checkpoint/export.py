@@ -19,7 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from fsdptrain.attempts.manifest import (
+from fsdptrain.checkpoint.card import Origin, write_cards
+from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
+from fsdptrain.checkpoint.export_tensors import Exported
+from fsdptrain.checkpoint.load import CheckpointReader
+from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     checkpoint_problems,
     file_sums,
@@ -27,26 +31,22 @@ from fsdptrain.attempts.manifest import (
     reject_external_symlinks,
     resume_problems,
 )
-from fsdptrain.checkpoint.card import Origin, write_cards
-from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
-from fsdptrain.checkpoint.exported import Exported
-from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG
 from fsdptrain.checkpoint.writer import ExportResult
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
-from fsdptrain.folder.events import Progress, Reporter, progress_record, read_losses
-from fsdptrain.folder.files import openable
-from fsdptrain.folder.ownership import file_stamps, output_lock, read_export_record, write_export_record
-from fsdptrain.folder.records import by_loss
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import MANIFEST_NAME, Location
 from fsdptrain.model.config import read_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state, trained_state
 from fsdptrain.plan.plan import Plan, open_plan, varied
+from fsdptrain.run_folder.events import Progress, Reporter, progress_record, read_losses
+from fsdptrain.run_folder.files import openable
+from fsdptrain.run_folder.ownership import file_stamps, output_lock, read_export_record, write_export_record
+from fsdptrain.run_folder.records import by_loss
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import MANIFEST_NAME, Location
 from fsdptrain.terminal.screen import Screen
 
 

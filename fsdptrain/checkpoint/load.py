@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fsdptrain.attempts.manifest import read_manifest
+from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.errors import CheckpointError, listed
-from fsdptrain.folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
-from fsdptrain.folder.storage import READ_BYTES, Location, ObjectPath
+from fsdptrain.run_folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
+from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 
 MAX_HEADER_BYTES = 10**8  # as in the library
 REQUESTS = 8  # at a time

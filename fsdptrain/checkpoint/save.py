@@ -32,7 +32,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdptrain.attempts.manifest import (
+from fsdptrain.checkpoint.disk import check_space, report_full_disk
+from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
+from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
     checkpoint_problems,
@@ -41,19 +43,17 @@ from fsdptrain.attempts.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.checkpoint.disk import check_space, report_full_disk
-from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
-from fsdptrain.folder.events import read_losses
-from fsdptrain.folder.files import fsync, is_there
-from fsdptrain.folder.ownership import FolderWatch
-from fsdptrain.folder.records import by_loss
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import Location
 from fsdptrain.parallel.offload import pin_memory
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import read_losses
+from fsdptrain.run_folder.files import fsync, is_there
+from fsdptrain.run_folder.ownership import FolderWatch
+from fsdptrain.run_folder.records import by_loss
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import Location
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 EngineState = tuple[int, list[float] | None]  # `skipped` and `loss_scale` of a `Manifest`

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.attempts.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
+from fsdptrain.checkpoint.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable
-from fsdptrain.folder.events import read_losses
-from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
-from fsdptrain.folder.records import by_loss
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import open_plan
+from fsdptrain.run_folder.events import read_losses
+from fsdptrain.run_folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
+from fsdptrain.run_folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
+from fsdptrain.run_folder.records import by_loss
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 

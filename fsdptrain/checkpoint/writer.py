@@ -20,9 +20,13 @@ from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.folder.events import Progress
-from fsdptrain.folder.files import fsync
-from fsdptrain.folder.ownership import (
+from fsdptrain.model.assets import special_token_conflicts
+from fsdptrain.model.skeleton import skeleton_in_dtype
+from fsdptrain.model.units import saved_state
+from fsdptrain.model.weights import Header
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.files import fsync
+from fsdptrain.run_folder.ownership import (
     Stamps,
     asset_names,
     copy_assets,
@@ -31,10 +35,6 @@ from fsdptrain.folder.ownership import (
     remove_scratch,
     replace_export,
 )
-from fsdptrain.model.assets import special_token_conflicts
-from fsdptrain.model.skeleton import skeleton_in_dtype
-from fsdptrain.model.units import saved_state
-from fsdptrain.model.weights import Header
 
 MAX_FILE_BYTES = 5 * 10**9
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]  # of a tensor

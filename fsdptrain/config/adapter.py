@@ -14,7 +14,7 @@ from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.values import accepts, value_text
 from fsdptrain.errors import Problem, error_summary, shortened
-from fsdptrain.folder.files import openable
+from fsdptrain.run_folder.files import openable
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"  # in an export of both

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.folder.files import shipped
+from fsdptrain.run_folder.files import shipped
 
 TABLES = "docs/from-fsdp1.md"  # ships with the package; messages name where it is
 

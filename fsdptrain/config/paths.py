@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, StorageError, shortened
-from fsdptrain.folder.files import NOTHING_THERE, system_errors
-from fsdptrain.folder.records import read_text
-from fsdptrain.folder.storage import LIKE_A_URL, URL, url_fault
+from fsdptrain.run_folder.files import NOTHING_THERE, system_errors
+from fsdptrain.run_folder.records import read_text
+from fsdptrain.run_folder.storage import LIKE_A_URL, URL, url_fault
 
 
 def expanded(path: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 from fsdptrain.config.paths import cache_root
 from fsdptrain.data.corpus import prepare, row_notes
 from fsdptrain.data.hub import go_offline_if_unreachable
-from fsdptrain.data.pinned import date_note, pin_commits, pin_date
+from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.data.windows import of_first_window, windows_note
-from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import counted, duration, rate, size
 
 

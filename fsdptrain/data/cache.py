@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line, is_disk_full
-from fsdptrain.folder.files import NOTHING_THERE, system_errors, write_atomically
+from fsdptrain.run_folder.files import NOTHING_THERE, system_errors, write_atomically
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
 READ_BYTES = 2**24  # bytes of a file that are read at a time

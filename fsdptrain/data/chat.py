@@ -26,7 +26,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.messages import THOUGHT_KEYS
 from fsdptrain.data.omissions import cuts_tools, describe_left_out, find_left_out
 from fsdptrain.data.patches import templates_on
-from fsdptrain.data.turns import (
+from fsdptrain.data.turn_spans import (
     BEGIN,
     END,
     Mark,

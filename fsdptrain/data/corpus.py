@@ -53,8 +53,8 @@ from fsdptrain.data.sources import (
     splits_note,
 )
 from fsdptrain.errors import DataError, listed
-from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import LAYOUT, Plan
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss

@@ -24,7 +24,7 @@ from fsdptrain.config.mixture import prompt_source
 from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
-from fsdptrain.data.turns import Message, Span
+from fsdptrain.data.turn_spans import Message, Span
 from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_panic
 from fsdptrain.text import counted
 

@@ -25,9 +25,9 @@ from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary, is_panic
-from fsdptrain.folder.events import Progress
-from fsdptrain.folder.files import openable
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.files import openable
 
 COMPARED_NUMBERS = 2**22  # of a tensor that are in memory while two are compared
 

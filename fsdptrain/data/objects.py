@@ -29,8 +29,8 @@ from fsdptrain.config.paths import data_kind
 from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, key_digest, remove_leftovers, scratch_beside
 from fsdptrain.data.readers import reject_saved_to_disk
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
-from fsdptrain.folder.events import Progress
-from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.storage import ObjectPath, object_path, store_errors
 from fsdptrain.text import size as size_text
 
 REQUEST_BYTES = 2**24  # bytes of one request

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdptrain.data.messages import THOUGHT_KEYS
-from fsdptrain.data.turns import Message, Render, delimiters_for, function_of
+from fsdptrain.data.turn_spans import Message, Render, delimiters_for, function_of
 from fsdptrain.errors import DataError
 
 Path = tuple[Any, ...]  # keys and indices that lead to a value

@@ -37,8 +37,8 @@ from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile,
 from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, WorkerLost
-from fsdptrain.folder.events import Progress
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS
+from fsdptrain.run_folder.events import Progress
 
 TOKENS_VERSION = 3  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 

@@ -34,9 +34,9 @@ from fsdptrain.data.readers import (
 )
 from fsdptrain.data.splits import DESCRIPTIONS, pattern_of, split_of, split_to_hold_out, splits_to_train
 from fsdptrain.errors import DataError, NoData, listed, shortened
-from fsdptrain.folder.events import Progress
-from fsdptrain.folder.storage import URL
 from fsdptrain.plan.plan import HubData
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.storage import URL
 from fsdptrain.text import counted
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one

@@ -24,9 +24,9 @@ from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
-from fsdptrain.folder.events import Progress
-from fsdptrain.folder.files import scratch_folder
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.files import scratch_folder
 
 END_OF_TEXT = "<|endoftext|>"
 OWN_CLASSES = ("AutoModelForCausalLM", "AutoConfig", "AutoTokenizer")  # those of `auto_map` that are opened here

@@ -31,13 +31,13 @@ from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined
 from fsdptrain.data.objects import DataObject
 from fsdptrain.data.parts import PartEncoder, parts_of
-from fsdptrain.data.pinned import pinned_windows
+from fsdptrain.data.resume_pins import pinned_windows
 from fsdptrain.data.sources import data_objects, file_sizes, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.folder.events import Progress
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.processes import Child, records_of_parent
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import counted
 
 TRIES = 5  # to open a window, of which another run may remove files at any moment

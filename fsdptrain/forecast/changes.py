@@ -20,10 +20,10 @@ from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_ho
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.folder.records import Record
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan, elastic_problems, may_reshard_to, varied
+from fsdptrain.run_folder.records import Record
 from fsdptrain.text import seconds, size
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`

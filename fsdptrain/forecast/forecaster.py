@@ -1,6 +1,6 @@
 """Forecast the memory and time of a plan in a separate process, which runs the engine on fake tensors.
 
-This module imports no torch; `simulate.server` is the process. It is separate because a pretended accelerator cannot be
+This module imports no torch; `forecast.server` is the process. It is separate because a pretended accelerator cannot be
 removed again, and because an error inside autograd's device thread ends the process.
 """
 
@@ -67,7 +67,7 @@ class Forecaster:
         self._child = self._started()
 
     def _started(self) -> Child:
-        return Child("fsdptrain.simulate.server", niceness=self._niceness, keep_errors=True)
+        return Child("fsdptrain.forecast.server", niceness=self._niceness, keep_errors=True)
 
     def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
         """Forecast a plan on its hardware.

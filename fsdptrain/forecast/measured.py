@@ -13,12 +13,12 @@ import threading
 from typing import Any
 
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.folder.files import write_atomically
-from fsdptrain.folder.records import Tail, without_undone
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.files import write_atomically
+from fsdptrain.run_folder.records import Tail, without_undone
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import seconds, size
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from rich.text import Text
 
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.folder.files import replaced
 from fsdptrain.forecast.memory import BEFORE, levels
 from fsdptrain.forecast.trace import Alloc, Category, Trace
+from fsdptrain.run_folder.files import replaced
 from fsdptrain.text import GIB
 
 if TYPE_CHECKING:

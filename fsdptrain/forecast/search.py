@@ -36,8 +36,8 @@ from fsdptrain.forecast.changes import (
     more_context,
     overrides_of,
 )
+from fsdptrain.forecast.depth_extrapolation import Shallow, extrapolate
 from fsdptrain.forecast.forecaster import Forecast
-from fsdptrain.forecast.shallow import Shallow, extrapolate
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.plan.topology import Topology

@@ -1,6 +1,6 @@
 """The trace of one optimizer step of one rank: allocations and releases, kernels, collectives, stream events.
 
-`simulate` writes a trace; the forecast reads memory, communication and time from it, without torch.
+`forecast.simulation` writes a trace; the forecast reads memory, communication and time from it, without torch.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch
 from transformers import StoppingCriteriaList, TextStreamer
 
 from fsdptrain.data.encode import end_tokens, prompt_tokens, renders_chat
-from fsdptrain.data.turns import Message
+from fsdptrain.data.turn_spans import Message
 from fsdptrain.errors import RecipeError
-from fsdptrain.inference.opened import OpenedModel
+from fsdptrain.inference.load_model import OpenedModel
 from fsdptrain.model.config import position_limit
 from fsdptrain.processes import Interrupted, StopRequest
 

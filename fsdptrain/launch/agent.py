@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, KernelFailed, RecipeError, WorkerLost, to_record
-from fsdptrain.folder.files import scratch_folder
 from fsdptrain.launch.device_errors import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.plan.launchers import find_launcher
@@ -40,9 +39,10 @@ from fsdptrain.processes import (
     import_and_freeze,
     name_process,
 )
+from fsdptrain.run_folder.files import scratch_folder
 
 # What workers do → the module whose `main` they run.
-WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.dryrun.here"}
+WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.node_check"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdptrain.errors import KernelFailed, OutOfMemory, StorageError, Unreadable, WorkerError, WorkerLost, shortened
-from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import open_regular
 from fsdptrain.plan.driver import build_words
 from fsdptrain.plan.limits import SHM_WAY_OUT
+from fsdptrain.run_folder.files import NOTHING_THERE
+from fsdptrain.run_folder.records import open_regular
 
 TAIL_BYTES = 2**18  # of a log that are searched: the frames of C++ in an abort of NCCL's watchdog have some 10 KiB
 LINE_CHARS = 300

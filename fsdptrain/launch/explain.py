@@ -24,9 +24,9 @@ from fsdptrain.errors import (
     listed,
     own_frame,
 )
-from fsdptrain.folder.records import NOT_READ, Record, open_regular, read_object, read_text
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.records import NOT_READ, Record, open_regular, read_object, read_text
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import hosts_of, ranks_text
 
 HEARTBEAT_S, HEARTBEATS_PER_S = 5.0, 100  # seconds between heartbeats of a rank; heartbeats of all ranks a second

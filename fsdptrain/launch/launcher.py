@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import IO
 
-from fsdptrain.attempts.attempts import EarlierAttempts, inspect_earlier_attempts
-from fsdptrain.attempts.claim import lock_run
+from fsdptrain.checkpoint.resume import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.errors import (
     KernelFailed,
     KilledForMemory,
@@ -38,15 +37,16 @@ from fsdptrain.errors import (
     WorkerLost,
     from_record,
 )
-from fsdptrain.folder.events import cut_partial_lines, record_restart
-from fsdptrain.folder.files import open_to_append
-from fsdptrain.folder.ownership import FolderWatch
-from fsdptrain.folder.records import EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
-from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
+from fsdptrain.launch.run_banner import heading, nodes_allowed, nodes_text
+from fsdptrain.launch.run_lock import lock_run
 from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
+from fsdptrain.run_folder.events import cut_partial_lines, record_restart
+from fsdptrain.run_folder.files import open_to_append
+from fsdptrain.run_folder.ownership import FolderWatch
+from fsdptrain.run_folder.records import EVENTS, Record, Tail
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import prompt_source
-from fsdptrain.folder.records import RunState, Tail
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.heading import short_path
+from fsdptrain.launch.run_banner import short_path
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.records import RunState, Tail
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted
 from fsdptrain.trackers.follower import TrackerState
 

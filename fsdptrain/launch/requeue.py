@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
-from fsdptrain.folder.files import open_to_append
-from fsdptrain.folder.records import Tail
-from fsdptrain.folder.rundir import RunDir
+from fsdptrain.run_folder.files import open_to_append
+from fsdptrain.run_folder.records import Tail
+from fsdptrain.run_folder.rundir import RunDir
 
 REQUEUES = 20
 LOST, MEMORY = "a worker or a node was lost", "a process was killed, probably because the host memory was full"

@@ -20,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.folder.ownership import write_mark
-from fsdptrain.folder.rundir import MARK
 from fsdptrain.launch import requeue
+from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.plan.hardware import HardwareChoice
 from fsdptrain.plan.launchers import Launched
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_agreement, topology_of_job
+from fsdptrain.run_folder.ownership import write_mark
+from fsdptrain.run_folder.rundir import MARK
 from fsdptrain.text import counted
 
 PYTHON = (sys.executable, "-P")  # -P: imports nothing from the working folder

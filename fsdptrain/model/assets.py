@@ -17,10 +17,10 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from fsdptrain.config.mixture import prompt_source
 from fsdptrain.data.hub import model_revision
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.folder.files import scratch_folder
-from fsdptrain.folder.ownership import install_assets
 from fsdptrain.model.skeleton import config_parts, set_special_token
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.files import scratch_folder
+from fsdptrain.run_folder.ownership import install_assets
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -248,7 +248,7 @@ def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> in
     return attention_flops(q, k, v, backward=True)
 
 
-FLOPS: dict[Any, Callable[..., int]] = {  # for `simulate.recorder`: no tile computes what comes after its queries
+FLOPS: dict[Any, Callable[..., int]] = {  # for `forecast.recorder`: no tile computes what comes after its queries
     torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: attention_flops(q.shape, k.shape, v.shape, False) // 2,
     torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: (
         attention_flops(q.shape, k.shape, v.shape, True) // 2
@@ -270,7 +270,7 @@ def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool
     return size
 
 
-WORKSPACE: dict[Any, Callable[..., int]] = {  # for `simulate.recorder`, which cannot see inside an operator
+WORKSPACE: dict[Any, Callable[..., int]] = {  # for `forecast.recorder`, which cannot see inside an operator
     torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: _workspace(q, k, v, backward=False),
     torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: _workspace(q, k, v, backward=True),
 }

@@ -15,10 +15,10 @@ from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError
-from fsdptrain.folder.events import Progress
 from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.skeleton import parameters_on_meta, skeleton
 from fsdptrain.model.units import decoder_layers, full_name
+from fsdptrain.run_folder.events import Progress
 
 
 def seed_of(*parts: object) -> int:

@@ -26,12 +26,12 @@ from transformers.pytorch_utils import Conv1D
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.folder.files import openable
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta
 from fsdptrain.model.units import full_name, token_parameters
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.files import openable
 
 if TYPE_CHECKING:
     from peft import LoraConfig

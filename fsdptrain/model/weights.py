@@ -28,7 +28,6 @@ from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, 
 from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.data.hub import recipe_errors, safetensors_files, same_values
 from fsdptrain.errors import RecipeError, listed
-from fsdptrain.folder.events import Progress
 from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
@@ -36,6 +35,7 @@ from fsdptrain.model.peft import copies_of_base, saved_names, without_adapters
 from fsdptrain.model.skeleton import config_parts
 from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import Progress
 
 MEAN_ROWS = 2**14  # of an embedding that are in memory while their mean is computed
 

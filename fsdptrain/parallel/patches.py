@@ -52,7 +52,7 @@ RELIES_ON = {
     f"{FSDP}._fsdp_init._get_post_forward_mesh_info": {"b3e1d55b6ef7": "2.11.0 2.13.0 2.15.0"},
     "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
-    # By `recompute`, and by `simulate.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
+    # By `recompute`, and by `forecast.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
     "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
     # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` has one as `_node_desc_generator`.
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {

@@ -40,12 +40,12 @@ from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
-from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import json_object, read_text
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED
 from fsdptrain.processes import threads_for
+from fsdptrain.run_folder.files import NOTHING_THERE
+from fsdptrain.run_folder.records import json_object, read_text
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.

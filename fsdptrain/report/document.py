@@ -16,13 +16,13 @@ import yaml
 
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
-from fsdptrain.folder.files import shipped, write_atomically
-from fsdptrain.folder.records import EVENTS, Record, RunState, by_loss, shares_of
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.plot import require_matplotlib
 from fsdptrain.launch.status import is_run_folder, runs_below
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
+from fsdptrain.run_folder.files import shipped, write_atomically
+from fsdptrain.run_folder.records import EVENTS, Record, RunState, by_loss, shares_of
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Terminal
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import NO_BREAK_SPACE, counted, duration, printable, rate, size

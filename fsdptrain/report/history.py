@@ -11,12 +11,12 @@ from typing import Any
 from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
-from fsdptrain.folder.files import NOTHING_THERE
-from fsdptrain.folder.records import Record, Tail, numbers_in, read_object, without_undone
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.measured import comparison_line
 from fsdptrain.launch.status import UNKNOWN, observe
 from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.run_folder.files import NOTHING_THERE
+from fsdptrain.run_folder.records import Record, Tail, numbers_in, read_object, without_undone
+from fsdptrain.run_folder.rundir import RunDir
 
 Points = list[tuple[float, float]]
 

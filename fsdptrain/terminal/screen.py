@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.folder.records import Record, RunState, waits_for_slow_ranks, without_better
+from fsdptrain.run_folder.records import Record, RunState, waits_for_slow_ranks, without_better
 from fsdptrain.terminal.liveline import LiveLine, Part
 from fsdptrain.terminal.page import Page, Terminal
 from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size, wrapped, wrapped_for

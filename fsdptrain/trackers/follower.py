@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdptrain.errors import first_line
-from fsdptrain.folder.files import write_atomically
-from fsdptrain.folder.records import (
+from fsdptrain.processes import answer_parent, records_of_parent
+from fsdptrain.run_folder.files import write_atomically
+from fsdptrain.run_folder.records import (
     COUNT,
     EVENTS,
     NOT_READ,
@@ -37,8 +38,7 @@ from fsdptrain.folder.records import (
     read_object,
     without_undone,
 )
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.processes import answer_parent, records_of_parent
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.trackers.libraries import TRACKERS, TrackedRun
 
 POLL_S = 0.5  # between two reads of metrics.jsonl

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdptrain.checkpoint.agreement import DATA
-from fsdptrain.data.pinned import pin_windows
+from fsdptrain.data.resume_pins import pin_windows
 from fsdptrain.data.windows import WindowStream, prepare_in_child
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.parallel.world import World

@@ -29,12 +29,12 @@ from fsdptrain.errors import (
     shortened,
     to_record,
 )
-from fsdptrain.folder.events import record_error
-from fsdptrain.folder.files import write_atomically
 from fsdptrain.launch.device_errors import LOST_PEERS, cause_in, error_of, quoted
 from fsdptrain.parallel.patches import ISSUED, unit_name
 from fsdptrain.plan.network import is_loopback
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.events import record_error
+from fsdptrain.run_folder.files import write_atomically
 
 
 def as_fsdptrain_error(error: BaseException) -> FsdptrainError:

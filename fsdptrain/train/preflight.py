@@ -19,7 +19,6 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary, listed
-from fsdptrain.folder.events import Progress
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
@@ -38,6 +37,7 @@ from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import memory_limited_to
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import size
 
 if TYPE_CHECKING:

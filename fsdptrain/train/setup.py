@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.attempts.attempts import changes_since, too_few_steps
-from fsdptrain.attempts.manifest import (
+from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, host_space
+from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     CODE_KEY,
     DATA_KEY,
@@ -31,20 +32,17 @@ from fsdptrain.attempts.manifest import (
     TOKENS_KEY,
     recipe_key,
 )
-from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, host_space
+from fsdptrain.checkpoint.resume import changes_since, too_few_steps
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
 from fsdptrain.data.corpus import Corpus, Mixture, Stream, reading_notes, row_notes
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
-from fsdptrain.data.pinned import date_note, pin_commits, pin_date
+from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream, open_stream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
-from fsdptrain.folder.events import Reporter
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
@@ -61,6 +59,8 @@ from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fa
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.events import Reporter
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model

@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 
 from fsdptrain.errors import WorkerLost, own_frame
-from fsdptrain.folder.files import open_to_append, write_atomically
 from fsdptrain.launch.explain import heartbeat_s
 from fsdptrain.parallel.patches import ISSUED, collective_of, named
 from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.files import open_to_append, write_atomically
 from fsdptrain.train.patches import recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
-from fsdptrain.folder.events import Reporter
-from fsdptrain.folder.files import open_to_append
 from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
+from fsdptrain.run_folder.events import Reporter
+from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.trackers.supervisor import tracked
 from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file

@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdptrain.attempts.manifest import (
+from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
+from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_BYTES,
@@ -36,18 +38,16 @@ from fsdptrain.attempts.manifest import (
     read_manifest,
     with_checksum,
 )
-from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, Unreadable, from_record, to_record
-from fsdptrain.folder.ownership import write_mark
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import open_storage
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder.ownership import write_mark
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.terminal.screen import Screen
 
 FAULTS = (
@@ -571,7 +571,7 @@ def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
 def test_verify_needs_no_torch(run: RunDir) -> None:
     export_checkpoint(run, None, run.export, None, Screen())
     code = (
-        "import sys, pathlib; from fsdptrain.folder.rundir import RunDir\n"
+        "import sys, pathlib; from fsdptrain.run_folder.rundir import RunDir\n"
         "from fsdptrain.checkpoint.verify import survey\n"
         f"assert survey(RunDir(pathlib.Path({str(run.root)!r})))['good']; assert 'torch' not in sys.modules"
     )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain import processes
 from fsdptrain.checkpoint import comparison as comparisons
-from fsdptrain.checkpoint import reopen
+from fsdptrain.checkpoint import export_check as reopen
 from fsdptrain.checkpoint.comparison import (
     Comparison,
     Sample,

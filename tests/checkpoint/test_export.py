@@ -23,8 +23,8 @@ from support import TESTS, environment, events, fsdptrain, python_path
 from fsdptrain.checkpoint import export as exports
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import CheckpointError
-from fsdptrain.folder.ownership import export_has, read_export_record
-from fsdptrain.folder.rundir import RunDir
+from fsdptrain.run_folder.ownership import export_has, read_export_record
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
 

@@ -12,7 +12,7 @@ from reference import OPTIMIZERS, batches_of, cosine_rates, largest_difference, 
 from support import TINY, events, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.attempts.manifest import (
+from fsdptrain.checkpoint.manifest import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,

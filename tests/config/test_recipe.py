@@ -343,7 +343,7 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
         ("static_graph", "not needed"),
         ("liger_rope", "train.compile"),
         ("group_by_length", "by length"),
-        ("mask_history", "data.turns"),
+        ("mask_history", "data.turn_spans"),
         ("save_only_model", "optimizer's state"),
     ],
 )

@@ -28,15 +28,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from fsdptrain.forecast.device import pretend_world
+from fsdptrain.forecast.kernels import on_card
+from fsdptrain.forecast.patches import fake_tensor_patches
+from fsdptrain.forecast.recorder import Recorder
+from fsdptrain.forecast.simulation import batch_of_zeros, make_engine
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.plan.hardware import FLOAT8_CAPABILITY, Hardware
 from fsdptrain.plan.plan import Plan
-from fsdptrain.simulate.device import pretend_world
-from fsdptrain.simulate.kernels import on_card
-from fsdptrain.simulate.patches import fake_tensor_patches
-from fsdptrain.simulate.recorder import Recorder
-from fsdptrain.simulate.simulation import batch_of_zeros, make_engine
 
 CARDS = {80: "a100-80gb", 90: "h100-80gb", 100: "b200-192gb"}
 LLAMA = "llama3.1-8b-full-shard-8xh100"

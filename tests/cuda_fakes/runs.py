@@ -30,24 +30,24 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdptrain.checkpoint.exported import Exported
+from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.checkpoint.save import Checkpointer, Staging
-from fsdptrain.dryrun import costs, dry_run, here, machine
-from fsdptrain.dryrun.findings import Findings
-from fsdptrain.dryrun.request import Request
 from fsdptrain.errors import RecipeError
-from fsdptrain.inference import opened
+from fsdptrain.forecast import device as pretended
+from fsdptrain.forecast.device import Backend, PretendStream, pretend_world
+from fsdptrain.forecast.kernels import cuda_attention
+from fsdptrain.forecast.patches import fake_tensor_patches
+from fsdptrain.forecast.recorder import Recorder
+from fsdptrain.inference import load_model as opened
 from fsdptrain.model.recurrence import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate import device as pretended
-from fsdptrain.simulate.device import Backend, PretendStream, pretend_world
-from fsdptrain.simulate.kernels import cuda_attention
-from fsdptrain.simulate.patches import fake_tensor_patches
-from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
+from fsdptrain.validate import costs, dry_run, machine, node_check
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request
 
 PAIRS = {"data__packing": "none", "data__format": "preference", "train__objective": "dpo"}
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
@@ -222,13 +222,13 @@ def validations(folder: Path) -> None:
     print("validate, unknown", findings.notes, flush=True)
     machine.attention_available("flash_attention_2")
     os.environ["MASTER_PORT"] = str(unused_port())
-    with mock.patch.object(here, "measured_links", lambda *_: {}):
-        print("validate --here", here.check_ranks(request).problems)
+    with mock.patch.object(node_check, "measured_links", lambda *_: {}):
+        print("validate --here", node_check.check_ranks(request).problems)
     assert setup.gpu_fault(plan.topology, 0, os.environ)
     list(Exported._dequantized(SimpleNamespace(plan=plan, _quantised_layers=dict), iter([{}])))  # type: ignore[arg-type]
     with pretend_world(plan_of(folder, 2, device="cuda"), CUDA), fake():
-        print("GPU", here.rank_gpu(plan, 0), matrix_rate(CUDA, torch.bfloat16) > 0)
-        here.all_reduce_bandwidth(dist.group.WORLD, CUDA)  # type: ignore[arg-type]
+        print("GPU", node_check.rank_gpu(plan, 0), matrix_rate(CUDA, torch.bfloat16) > 0)
+        node_check.all_reduce_bandwidth(dist.group.WORLD, CUDA)  # type: ignore[arg-type]
 
 
 def copies(folder: Path) -> None:

@@ -29,7 +29,6 @@ pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
 from object_store import BUCKET, EXPIRED, FORBIDDEN, REFUSALS, ObjectStore, serve_here
 
-from fsdptrain.attempts.claim import check_inputs, store_fault
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data import objects, sources
@@ -39,15 +38,16 @@ from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.data.windows import WindowStream, open_stream, windows_of
-from fsdptrain.dryrun import data as validate_data
-from fsdptrain.dryrun.data import check_data
-from fsdptrain.dryrun.findings import Findings
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
-from fsdptrain.folder import storage
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import object_path
+from fsdptrain.launch.run_lock import check_inputs, store_fault
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder import storage
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import object_path
+from fsdptrain.validate import data as validate_data
+from fsdptrain.validate.data import check_data
+from fsdptrain.validate.findings import Findings
 
 
 @pytest.fixture(scope="module")

@@ -23,16 +23,16 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from support import environment, write_recipe
 
-from fsdptrain.attempts.attempts import archive_plan
-from fsdptrain.attempts.manifest import resume_problems
+from fsdptrain.checkpoint.manifest import resume_problems
+from fsdptrain.checkpoint.resume import archive_plan
 from fsdptrain.config.reader import load
 from fsdptrain.data.hub_data import hub_commit
-from fsdptrain.data.pinned import pin_commits, pin_date
+from fsdptrain.data.resume_pins import pin_commits, pin_date
 from fsdptrain.data.sources import fingerprint, open_sources
 from fsdptrain.errors import CheckpointError, NoData
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import HubData, Plan, make_plan
 from fsdptrain.plan.topology import find_topology
+from fsdptrain.run_folder.rundir import RunDir
 
 PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
 
@@ -137,8 +137,8 @@ def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(plan.to_json())
     start(plan)
     code = (
-        "import sys; from pathlib import Path; from fsdptrain.data.pinned import pin_commits, pin_date;"
-        "from fsdptrain.plan.plan import Plan; from fsdptrain.folder.rundir import RunDir;"
+        "import sys; from pathlib import Path; from fsdptrain.data.resume_pins import pin_commits, pin_date;"
+        "from fsdptrain.plan.plan import Plan; from fsdptrain.run_folder.rundir import RunDir;"
         "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
         "print(pin_commits(plan, plan.rundir).data_path)"
     )

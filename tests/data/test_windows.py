@@ -18,7 +18,7 @@ from fsdptrain.data import parts
 from fsdptrain.data.ahead import prepare_ahead
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.corpus import Stream
-from fsdptrain.data.pinned import pin_windows
+from fsdptrain.data.resume_pins import pin_windows
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.data.windows import WindowStream, of_first_window, open_stream, windows_of
 from fsdptrain.errors import RecipeError

@@ -13,7 +13,7 @@ from support import events
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS = 4
-ZEROS = {"where": "fsdptrain.checkpoint.exported:collected", "do": "zero", "at": "exit", "rank": 0}
+ZEROS = {"where": "fsdptrain.checkpoint.export_tensors:collected", "do": "zero", "at": "exit", "rank": 0}
 
 
 def recipe(tmp: Path, adapter: dict[str, Any], **changes: Any) -> Path:

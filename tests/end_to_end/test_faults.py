@@ -109,8 +109,8 @@ PHASES: dict[str, list[dict[str, Any]]] = {
         {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3), "at": "exit"},
     ],
     "commit": [
-        {"where": "fsdptrain.folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3)},
-        {"where": "fsdptrain.folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.run_folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.run_folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3), "at": "exit"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
     ],
@@ -290,7 +290,7 @@ HANGS = {
     "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
     "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
     "during evaluation": hang("fsdptrain.train.step:Engine.evaluate"),
-    "during the export": hang("fsdptrain.checkpoint.exported:names_by_decoder_layer"),
+    "during the export": hang("fsdptrain.checkpoint.export_tensors:names_by_decoder_layer"),
 }
 
 
@@ -525,8 +525,8 @@ def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
 
 FILLINGS = {
     "in the second save": ("fsdptrain.checkpoint.save:write_shards", 2),
-    "for metrics.jsonl": ("fsdptrain.folder.events:Reporter.event", 8),
-    "at the export": ("fsdptrain.checkpoint.exported:write_folder", 1),
+    "for metrics.jsonl": ("fsdptrain.run_folder.events:Reporter.event", 8),
+    "at the export": ("fsdptrain.checkpoint.export_tensors:write_folder", 1),
 }
 
 
@@ -655,7 +655,7 @@ STOPS: dict[str, dict[str, Any]] = {  # moment → the call in which the signal 
     "forward": {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 7},
     "evaluation": {"where": "fsdptrain.train.step:Engine.evaluate", "call": 2},  # after some steps
     "saving": {"where": "fsdptrain.checkpoint.save:write_shards", "call": 2},
-    "export": {"where": "fsdptrain.checkpoint.exported:write_folder"},
+    "export": {"where": "fsdptrain.checkpoint.export_tensors:write_folder"},
 }
 LONG_ENOUGH_S = 1.0  # for the signal to arrive through the command
 

@@ -21,20 +21,20 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from fsdptrain.checkpoint.reopen import open_model
+from fsdptrain.checkpoint.export_check import open_model
 from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.inference.opened import opened_model
+from fsdptrain.inference.load_model import opened_model
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import LIMITS, load_config, own_classes, position_limit
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import find_topology
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

@@ -36,7 +36,7 @@ from support import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain.folder.records import EVENTS, Tail
+from fsdptrain.run_folder.records import EVENTS, Tail
 
 STEPS = 6
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -25,10 +25,10 @@ from fsdptrain.forecast.changes import (
     override_words,
     relief_lines,
 )
+from fsdptrain.forecast.depth_extrapolation import Shallow, extrapolate
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import RECOMPUTATION, Advice, ranked, search
-from fsdptrain.forecast.shallow import Shallow, extrapolate
 from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology

@@ -323,12 +323,12 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from calibrate import save_every_second_product
 
     from fsdptrain.config.reader import load
+    from fsdptrain.forecast import simulation as simulate
+    from fsdptrain.forecast.device import PRETEND
     from fsdptrain.model.units import Unit, decoder_layers
     from fsdptrain.parallel import shard
     from fsdptrain.plan.plan import make_plan
     from fsdptrain.plan.topology import Topology
-    from fsdptrain.simulate import simulation as simulate
-    from fsdptrain.simulate.device import PRETEND
     from fsdptrain.train.optim import make_optimizer
     from fsdptrain.train.step import Engine
 

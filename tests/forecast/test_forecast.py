@@ -23,16 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import processes
 from fsdptrain.config.schema import Recipe, Recomputation
-from fsdptrain.dryrun.dry_run import dry_run
-from fsdptrain.dryrun.findings import Findings
-from fsdptrain.dryrun.request import Request
-from fsdptrain.dryrun.summary import show_outcome
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import measured
 from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.measured import ForecastComparison
+from fsdptrain.forecast.server import time_of
 from fsdptrain.forecast.timing import COMPILED, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
 from fsdptrain.model.config import load_config
@@ -40,10 +36,14 @@ from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import topology_of
-from fsdptrain.simulate.server import time_of
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
+from fsdptrain.validate.dry_run import dry_run
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request
+from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

@@ -17,9 +17,9 @@ from histories.client import Ended, state_of
 
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.folder.events import read_history
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import observe
+from fsdptrain.run_folder.events import read_history
+from fsdptrain.run_folder.rundir import RunDir
 
 if TYPE_CHECKING:
     from histories.player import History

@@ -21,7 +21,7 @@ from histories.client import Ended, Server, Started
 from histories.store import URL
 from histories.world import recipe
 
-from fsdptrain.folder.files import unused_name
+from fsdptrain.run_folder.files import unused_name
 
 AHEAD_S = 3600.0  # of a machine whose clock is wrong
 

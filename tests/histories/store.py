@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fsdptrain.folder import storage
+from fsdptrain.run_folder import storage
 
 URL = "az://bucket/run"
 

@@ -13,9 +13,9 @@ import transformers
 from histories.world import STEPS, make_inputs
 
 from fsdptrain import cli
-from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.config.reader import load
 from fsdptrain.launch.agent import worker_environment
+from fsdptrain.launch.run_lock import claim_run_dir
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology

@@ -25,14 +25,14 @@ from fsdptrain.data.corpus import prepare
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.inference.dialogue import Dialogue, Sampling
-from fsdptrain.inference.opened import OpenedModel, opened_model
+from fsdptrain.inference.load_model import OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
 from fsdptrain.launch.next_steps import _snippet
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import VisibleText
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable
 

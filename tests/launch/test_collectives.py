@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 from support import TESTS
 
-from fsdptrain.folder.files import write_atomically
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.explain import explain_hang, waited_for
 from fsdptrain.parallel.patches import SIDE, Issued, named
+from fsdptrain.run_folder.files import write_atomically
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import ranks_text
 from fsdptrain.train import watchdog
 from fsdptrain.train.patches import recorded_collectives

@@ -28,11 +28,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
-from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.reader import load
-from fsdptrain.folder.events import cut_partial_lines
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch import launcher
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
@@ -41,6 +39,8 @@ from fsdptrain.parallel.patches import NamedComm
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.events import cut_partial_lines
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support import write_recipe
 
-from fsdptrain.attempts.manifest import reject_external_symlinks
+from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.reader import load
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
 NODES, WORKERS = 128, 8

@@ -21,7 +21,6 @@ from support import fsdptrain, write_recipe
 
 from fsdptrain.cli import find_recipe
 from fsdptrain.errors import RecipeError
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.requeue import LOST, REQUEUES, judge
 from fsdptrain.launch.submit import (
     Job,
@@ -34,6 +33,7 @@ from fsdptrain.launch.submit import (
     time_limit_s,
 )
 from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.run_folder.rundir import RunDir
 
 # Stands in for srun: says that it has started, and what it gets; a while later it ends with the code in EXIT.
 SRUN = """#!/bin/bash

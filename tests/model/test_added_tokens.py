@@ -12,15 +12,15 @@ from reference import batches_of, cosine_rates, largest_difference, plain_curve,
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig
 
-from fsdptrain.attempts.manifest import resume_problems
+from fsdptrain.checkpoint.manifest import resume_problems
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
-from fsdptrain.dryrun.findings import Findings
-from fsdptrain.dryrun.model import check_model
 from fsdptrain.errors import RecipeError
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.model import check_model
 
 ADDED = ["<|think|>", "<|answer|>", "<|done|>"]
 WORDS = 500  # of the tokenizer before

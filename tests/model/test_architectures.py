@@ -16,8 +16,8 @@ from support import TINY, on_ranks, write_pairs, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint.comparison import Sample, differences
-from fsdptrain.checkpoint.exported import Exported
-from fsdptrain.checkpoint.reopen import logits_of, open_export, open_model
+from fsdptrain.checkpoint.export_check import logits_of, open_export, open_model
+from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError

@@ -16,13 +16,13 @@ from support import TINY, on_ranks, python, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.timing import kernel_s
 from fsdptrain.forecast.trace import HOST, Kernel
-from fsdptrain.launch.heading import heading
+from fsdptrain.launch.run_banner import heading
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN

@@ -19,10 +19,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.exported import Exported
+from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
+from fsdptrain.forecast import simulation as simulate
 from fsdptrain.forecast.memory import peak, traffic
+from fsdptrain.forecast.server import Models
 from fsdptrain.forecast.trace import HOST, Collective
 from fsdptrain.model import nf4
 from fsdptrain.model.config import load_config
@@ -34,8 +36,6 @@ from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Counts, make_plan, varied
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate import simulation as simulate
-from fsdptrain.simulate.server import Models
 
 bitsandbytes = import_quietly("bitsandbytes")
 

@@ -25,20 +25,17 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
-from fsdptrain.attempts.attempts import EarlierAttempts
-from fsdptrain.attempts.manifest import BASE_KEY
 from fsdptrain.checkpoint.export import check_unchanged, export_checkpoint, with_options
+from fsdptrain.checkpoint.manifest import BASE_KEY
+from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.values import value_text
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
-from fsdptrain.dryrun.findings import Findings
-from fsdptrain.dryrun.model import check_model
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.heading import heading
+from fsdptrain.launch.run_banner import heading
 from fsdptrain.model.freeze import freeze, kept_whole
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import adapted_layers, is_adapter, save_config, saved_names, start_adapters
@@ -46,9 +43,12 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.preflight import prepare_model
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)

@@ -515,8 +515,8 @@ from fsdptrain.plan.plan import varied
 from fsdptrain.forecast import memory
 from fsdptrain.forecast.trace import Kernel, Synchronize
 from fsdptrain.model.skeleton import choose_attention
-from fsdptrain.simulate.device import PRETEND
-from fsdptrain.simulate.simulation import simulate
+from fsdptrain.forecast.device import PRETEND
+from fsdptrain.forecast.simulation import simulate
 
 _, folder, recomputation = sys.argv
 plan = gpu_plan(

@@ -23,7 +23,7 @@ from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import writer as writers
-from fsdptrain.checkpoint.exported import names_by_decoder_layer
+from fsdptrain.checkpoint.export_tensors import names_by_decoder_layer
 from fsdptrain.checkpoint.verify import INDEX
 from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, tensors_in_files, write_folder
 from fsdptrain.config.reader import load

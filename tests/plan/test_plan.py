@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support import ROOT, SHAKESPEARE, write_recipe
 
-from fsdptrain.attempts.claim import check_inputs
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.launch.run_lock import check_inputs
 from fsdptrain.model.config import load_config
 from fsdptrain.model.init import seed_of
 from fsdptrain.model.skeleton import skeleton

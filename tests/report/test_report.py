@@ -17,13 +17,13 @@ from support import fsdptrain, sample, write_recipe
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
-from fsdptrain.folder.records import EVENTS
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.charts import charts_of, progress_chart, short
 from fsdptrain.report.document import as_yaml, check_report, event_rows, facts, page, results, samples, write_report
 from fsdptrain.report.history import changed_keys, read_run, set_labels
+from fsdptrain.run_folder.records import EVENTS
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import GIB
 
 CARD = "NVIDIA H100 80GB HBM3"

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.text import Text
 from support import ROOT, write_recipe
 
-from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
-from fsdptrain.folder.records import EVENTS
-from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.heading import heading
+from fsdptrain.launch.run_banner import heading
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import topology_of
 from fsdptrain.processes import VisibleText
+from fsdptrain.run_folder.records import EVENTS
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.liveline import LiveLine
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen

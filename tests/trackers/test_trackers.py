@@ -23,8 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fsdptrain.config.reader import parse
 from fsdptrain.errors import NonFiniteError, RecipeError, Stopped
-from fsdptrain.folder.events import Reporter, read_history
-from fsdptrain.folder.rundir import RunDir
+from fsdptrain.run_folder.events import Reporter, read_history
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.trackers import supervisor
 from fsdptrain.trackers.follower import Follower, TrackerState, without_secrets
 from fsdptrain.trackers.libraries import TensorBoard, TrackedRun

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.folder.ownership import read_export_record
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import observe, status_lines
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder.ownership import read_export_record
+from fsdptrain.run_folder.rundir import RunDir
 
 EVALUATED: dict[str, Any] = {
     "model__config": {"model_type": "llama", **TINY, "num_hidden_layers": 1}, "data__eval": {"fraction": 0.1},

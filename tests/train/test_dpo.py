@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.corpus import prepare
-from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.train import reference
 from fsdptrain.train.preflight import prepare_tokenizer_and_model
 

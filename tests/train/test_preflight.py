@@ -17,10 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus
-from fsdptrain.dryrun.dry_run import dry_run
-from fsdptrain.dryrun.findings import Findings
-from fsdptrain.dryrun.model import check_model
-from fsdptrain.dryrun.request import Request
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import flash, probe
 from fsdptrain.model.config import load_config, longrope_threshold
@@ -41,6 +37,10 @@ from fsdptrain.train.preflight import (
     slow_dtype_note,
 )
 from fsdptrain.train.setup import gpu_fault, rocm_fault
+from fsdptrain.validate.dry_run import dry_run
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.model import check_model
+from fsdptrain.validate.request import Request
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {

@@ -1,0 +1,310 @@
+"""Earlier attempts of a run: their plans, what they trained, and what a new plan changes. No torch.
+
+Every attempt that trains writes its plan into `plans/` (of several nodes or ranks, one writes), and a checkpoint holds
+the digest of its plan. So a resume can tell how its plan differs from the one that the weights were trained with,
+whatever attempts came in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.checkpoint.manifest import (
+    HELD_OUT_KEY,
+    Manifest,
+    complete_steps,
+    measured_changes,
+    newest_manifest,
+    read_manifest,
+    resume_problems,
+)
+from fsdptrain.config.reflection import all_paths
+from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
+from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.run_folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
+from fsdptrain.run_folder.ownership import ExportRecord, export_has, read_export_record
+from fsdptrain.run_folder.records import RunState, Tail, by_loss, ends_early, read_object
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import checkpoint_name
+from fsdptrain.text import counted
+
+# Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
+WITHOUT_EFFECT = (
+    "name",
+    "output_dir",
+    "checkpoint.",
+    "log.",
+    "launch.",
+    "export.at_end",
+    "export.compare",
+    "eval.patience",
+    "eval.best_of",
+    "world_size",
+    "device",
+    "version",
+    "libraries.",
+)
+
+Changes = dict[str, list[Any]]  # key → [old, new]
+
+
+@dataclass(frozen=True)
+class EarlierAttempts:
+    """What the earlier attempts of a run have done."""
+
+    step: int = 0  # of the newest complete checkpoint; 0 if there is none
+    finished: bool = False  # all steps are trained, evaluated and exported as the plan asks
+    trained: bool = False  # all steps are trained
+    faults: tuple[str, ...] = ()  # the records of the run that cannot be used, and why
+
+
+def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
+    """Write plan and recipe into `plans/` under the next number, and the recipe to `recipe.yaml`.
+
+    A `recipe.yaml` that was edited since the last attempt is renamed to `recipe.yaml.kept`.
+    """
+    rundir.plans.mkdir(exist_ok=True)
+    numbers = [int(path.stem) for path in _archived_plans(rundir)]
+    last = max(numbers, default=0)
+    unedited = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
+    if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in unedited:
+        set_aside(rundir.recipe)
+    write_atomically(rundir.plans / f"{last + 1:04}.yaml", recipe_text)
+    write_atomically(rundir.plans / f"{last + 1:04}.json", plan.to_json())
+    write_atomically(rundir.recipe, recipe_text)
+
+
+def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
+    """Return what earlier attempts did in the run folder in which `plan` would continue.
+
+    Raises RecipeError if the plan is that of another run, or if it has changes but no step is left to train with them;
+    CheckpointError if a link leads out of the folder, or if another version wrote the checkpoint.
+    """
+    metrics, progress = Tail(rundir.metrics, from_end=False), Tail(rundir.progress, from_end=False)
+    before, export = RunState.of(metrics.read()), read_export_record(rundir)
+    deque(progress.read(), maxlen=0)  # it is only displayed
+    faults = (*metrics.faults, *progress.faults, *([export.fault] if export.fault else []))
+    return replace(_inspect(rundir, plan, before, export), faults=faults)
+
+
+def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord) -> EarlierAttempts:
+    """Return what earlier attempts did, whose records were read; raise what `inspect_earlier_attempts` raises."""
+    _check_newest_checkpoint_is_here(rundir)
+    manifest = newest_manifest(rundir)
+    if manifest is None:
+        _check_checkpoints_not_lost(rundir, before, export)
+        return EarlierAttempts()
+    complete, start = complete_steps(rundir), before.trained_by
+    step = max(complete, default=0)
+    # Would this plan continue the same run?
+    if problems := resume_problems(manifest.identity, plan.identity()):
+        if start and 0 < start["total_steps"] <= step:
+            finished = f"the run in {rundir.root} is finished ({counted(step, 'step')}): nothing was trained"
+            problems = [Problem(finished), *problems]
+        raise RecipeError(problems)
+    # Are steps left to train?
+    if not step or not start:
+        return EarlierAttempts(step)
+    total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
+    losses = before.losses(plan.recipe.eval.best_of, until=step)
+    if wanted > step and not ends_early(losses, step, plan.recipe.eval.patience):
+        return EarlierAttempts(step)
+    if wanted <= step < total:
+        raise RecipeError(f"{rundir.root}: {too_few_steps(step, wanted, total)}")
+    # All steps are trained, or eval.patience has ended the run. A changed plan would have no effect, so it is refused.
+    without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == step else ()))
+    changed = changes_since(rundir, step, plan, _held_out_identity(plan))
+    changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
+    if changed or wanted < step:
+        raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
+    evaluated = plan.recipe.data.eval is None or before.has("eval", step)
+    best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
+    all_done = evaluated and _is_exported(rundir, plan, [*best, step][0], export)
+    return EarlierAttempts(step, all_done, trained=True)
+
+
+def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
+    """Raise RecipeError if the place where an earlier recipe had put the checkpoints has a newer one."""
+    before = RunDir.open(rundir.root)
+    if before.checkpoint_path == rundir.checkpoint_path:
+        return
+    newest, here = (max(run.checkpoint_steps(), default=0) for run in (before, rundir))
+    if newest > here:
+        found = f"none newer than that of step {here}" if here else "none"
+        raise RecipeError(
+            f"checkpoint.path: the checkpoints of this run are in {before.storage}, up to step {newest}, and there are "
+            f"{found} in {rundir.storage}: copy them there, or set checkpoint.path as it was"
+        )
+
+
+def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: ExportRecord) -> None:
+    """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
+    start, step = before.trained_by, before.steps_made
+    finished = start is not None and (step >= start["total_steps"] or "early_stop" in before.newest)
+    if not finished and export.step is None:
+        return
+    holds = f"{'a finished run' if finished else 'an export'} ({step if finished else export.step} steps)"
+    start_over = "choose another `name` or output_dir, or delete this folder"
+    damaged = [*map(checkpoint_name, rundir.checkpoint_steps()), *rundir.storage.other_names()[0]]
+    if damaged:
+        raise RecipeError(
+            f"output_dir: {rundir.root} holds {holds}, but all its checkpoints are damaged: {listed(damaged)} in "
+            f"{rundir.storage}. To compare one with its checksums, remove its ending .damaged and run `fsdptrain "
+            f"verify {rundir.root}`: a run continues from an intact one. To start over, {start_over}"
+        )
+    raise RecipeError(
+        f"output_dir: {rundir.root} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
+        f"replace the export. To start over, {start_over}"
+    )
+
+
+def is_continued(rundir: RunDir, plan: Plan) -> bool:
+    """Return whether a plan would continue the newest checkpoint that there is, as the same run; True without one."""
+    manifest = newest_manifest(rundir)
+    return manifest is None or not resume_problems(manifest.identity, plan.identity())
+
+
+def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:
+    """Return whether an attempt in this run folder wrote the newest checkpoint: its events or its plans say so."""
+    step = max(rundir.checkpoint_steps(), default=None)
+    if step is None:
+        return False
+    folder = rundir.checkpoint(step)
+    records = Tail(rundir.metrics, from_end=False).read()
+    if any(record["event"] == "save" and record["path"] == str(folder) for record in records):
+        return True
+    try:
+        manifest = read_manifest(folder)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False
+    plans = [plan, *(of_attempt for _, of_attempt in _plans_of_attempts(rundir) if of_attempt)]
+    world = {"world_size": manifest.world_size}
+    return any(each.of_attempt(world).digest() == manifest.plan_digest for each in plans)
+
+
+def changes_since(rundir: RunDir, step: int, plan: Plan, identity: dict[str, Any]) -> Changes:
+    """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0.
+
+    The held-out data is compared, too, if `identity` has it.
+    """
+    if not step:
+        return {}
+    manifest = read_manifest(rundir.checkpoint(step))
+    changes = plan_changes(_plan_of_checkpoint(rundir, manifest, plan), plan)
+    return changes | measured_changes(manifest.identity, identity)
+
+
+def _held_out_identity(plan: Plan) -> dict[str, Any]:
+    """Return the digest of the held-out files if they are on this machine: those of the Hub are read at one commit."""
+    from fsdptrain.data.sources import data_files, fingerprint  # takes a third of a second, for a finished run only
+
+    path = plan.eval_path
+    return {HELD_OUT_KEY: fingerprint(path)} if path and data_files(path) else {}
+
+
+def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
+    """Return every key of the recipe that differs from an older plan, as [old, new]; also device, ranks and versions.
+
+    Keys that the older plan lacks, because another version wrote it, are left out.
+    """
+    new = json.loads(plan.to_json())
+    paths = {path: f"recipe.{path}" for path in all_paths()}
+    paths |= {"device": "topology.device", "version": "version"}
+    paths |= {name: name for name in (f"libraries.{library}" for library in plan.libraries)}
+    pairs = {name: [_at(old, path), _at(new, path)] for name, path in paths.items()}
+    pairs["world_size"] = [_world_size(old), _world_size(new)]
+    return {name: [a, b] for name, (a, b) in pairs.items() if a is not _MISSING and a != b}
+
+
+def too_few_steps(trained: int, wanted: int, total: int | None = None) -> str:
+    """Return the message for a recipe that asks for no more steps than are trained already, with the ways out."""
+    of = f" of {total}" if total else ""
+    return (
+        f"{trained}{of} steps are trained already, and the recipe asks for {wanted} (train.steps, train.epochs), so "
+        f"nothing would be trained. Ask for more than {trained} steps, choose another `name` for a new run, or export "
+        "the newest checkpoint with `fsdptrain export`"
+    )
+
+
+def describe_changes(changed: Changes) -> list[str]:
+    """Return one line per changed key: `optim.lr: 0.001 → 1e-05`."""
+    return [f"{key}: {old} → {new}" for key, (old, new) in changed.items()]
+
+
+def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> str:
+    lines = "".join(f"\n  {line}" for line in describe_changes(changed))
+    return (
+        f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
+        f"data that it names, differs from what was trained:{lines}\n"
+        "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
+        "eval.patience) to continue this one"
+        + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
+        + ("; for others, use `fsdptrain export RUN_DIR --best` or --step N" if "export.which" in changed else "")
+    )
+
+
+def _archived_plans(rundir: RunDir) -> list[Path]:
+    return sorted(
+        (path for path in rundir.plans.glob("*.json") if re.fullmatch(r"[0-9]{4,9}", path.stem)),
+        key=lambda path: int(path.stem),
+    )
+
+
+def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[str, Any]:
+    """Return the fields of the plan that made a checkpoint; if it was not archived, of the newest other than `now`."""
+    newest: dict[str, Any] = {}
+    worlds = (manifest.world_size, now.topology.world_size)
+    for fields, plan in _plans_of_attempts(rundir):
+        plans = [plan.of_attempt({"world_size": ranks}) for ranks in worlds] if plan else []
+        for each in plans:
+            if each.digest() == manifest.plan_digest:
+                found: dict[str, Any] = json.loads(each.to_json())
+                return found
+        newest = newest or (fields if now not in plans else {})
+    return newest
+
+
+def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | None]]:
+    """Yield the plan of every attempt, the newest first: its fields, and the plan if this version can read it."""
+    for path in reversed([rundir.plan, *_archived_plans(rundir)]):
+        try:
+            fields = read_object(path)
+        except (*NOTHING_THERE, Unreadable):
+            continue
+        plan = None
+        with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
+            plan = open_plan(path)
+        yield fields, plan
+
+
+def _is_exported(rundir: RunDir, plan: Plan, step: int, record: ExportRecord) -> bool:
+    """Return whether the export of this step is whole (or is not wanted); an export without a record counts."""
+    if not plan.recipe.export.at_end:
+        return True
+    return is_there(rundir.export) and export_has(rundir, record.files) and record.step in (None, step)
+
+
+_MISSING = object()
+
+
+def _at(fields: Any, path: str) -> Any:
+    """Return the value at a dotted path of a plan, or _MISSING."""
+    for word in path.split("."):
+        if not isinstance(fields, dict):
+            return _MISSING
+        fields = fields.get(word, _MISSING)
+    return fields
+
+
+def _world_size(fields: dict[str, Any]) -> Any:
+    nodes, workers = _at(fields, "topology.nnodes"), _at(fields, "topology.nproc_per_node")
+    return nodes * workers if isinstance(nodes, int) and isinstance(workers, int) else _MISSING

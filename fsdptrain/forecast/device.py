@@ -1,0 +1,200 @@
+"""A pretended accelerator and a pretended world: a device with streams, and a process group without other processes.
+
+torch treats the device (PrivateUse1) as a real one, separate from the host, with streams and events. The device only
+records which stream waits for which. It cannot be unregistered: use it in a separate process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdptrain.forecast.kernels import cuda_attention
+from fsdptrain.forecast.patches import register_accelerator
+from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh, make_reshard_mesh
+from fsdptrain.plan.plan import Plan
+
+PRETEND = "pretend"  # the accelerator's device type
+listeners: list[Callable[[Event], None]] = []  # called with every event of the device; see `recorder`
+
+
+def trace_event(event: Event) -> None:
+    """Pass an event of the device to the recorder, if one is entered."""
+    for listener in listeners:
+        listener(event)
+
+
+class PretendStream:
+    """A stream of the pretended accelerator: a number, and a record of what waits for what.
+
+    It has what `torch.Stream` has, for torch may use any of it; only the native handle does not exist.
+    """
+
+    device_index, device_type = 0, 20  # torch's number for a device of another maker, PrivateUse1
+
+    numbers = 0
+    current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.stream_id = PretendStream.numbers
+        PretendStream.numbers += 1
+        self.waited_for = 0  # the newest event on this stream for which the host has waited
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator."""
+        return torch.device(PRETEND, self.device_index)
+
+    def is_capturing(self) -> bool:
+        """Return False: no graph of kernels is captured."""
+        return False
+
+    def query(self) -> bool:
+        """Return True: nothing computes, so all work is done."""
+        return True
+
+    def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
+        """Record an event on this stream."""
+        event = event or DeviceEvent()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Make this stream wait for an event."""
+        if event.number is not None:
+            trace_event(WaitEvent(event.number, self.stream_id))
+
+    def wait_stream(self, other: PretendStream) -> None:
+        """Make this stream wait for all work that was given to another one."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        trace_event(Synchronize())
+
+
+class DeviceEvent:
+    """An event of the pretended accelerator. It happens when the host waits for it or for a later one of its stream."""
+
+    numbers = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number: int | None = None
+
+    def record(self, stream: PretendStream | None = None) -> DeviceEvent:
+        """Record this event on a stream, by default the current one."""
+        DeviceEvent.numbers += 1
+        self.number, self.stream = DeviceEvent.numbers, stream or PretendStream.current[-1]
+        trace_event(RecordEvent(self.number, self.stream.stream_id))
+        return self
+
+    def wait(self, stream: PretendStream | None = None) -> None:
+        """Make a stream, by default the current one, wait for this event."""
+        (stream or PretendStream.current[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait for this event. If it has happened already, that is no wait."""
+        if self.number is not None and not self.query():
+            self.stream.waited_for = self.number
+            trace_event(Synchronize(self.number))
+
+    def query(self) -> bool:
+        """Return whether the event has happened."""
+        return self.number is None or self.number <= self.stream.waited_for
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Return 0 ms: nothing computes."""
+        return 0.0
+
+
+class Backend:
+    """The accelerator's module: what torch calls as `torch.pretend`. There is one accelerator."""
+
+    Stream, Event = PretendStream, DeviceEvent
+    is_initialized = is_available = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: nothing is random."""
+
+    def current_stream(self, device: Any = None) -> PretendStream:
+        """Return the stream that work is given to."""
+        return PretendStream.current[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream: PretendStream) -> Iterator[None]:
+        """Give work to another stream."""
+        PretendStream.current.append(stream)
+        try:
+            yield
+        finally:
+            PretendStream.current.pop()
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is only one."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes of autocast: recomputation reads them."""
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait."""
+        trace_event(Synchronize())
+
+
+def pretend_accelerator() -> torch.device:
+    """Register the accelerator (once a process), with the attention kernels that CUDA would choose."""
+    if not hasattr(torch, PRETEND):
+        PretendStream.current.append(PretendStream())
+        register_accelerator(
+            PRETEND, Backend(), lambda device=None: PretendStream.current[-1], partial(cuda_attention, PRETEND)
+        )
+    return torch.device(PRETEND)
+
+
+class PretendCopy(HostCopy):
+    """A copy whose numbers do not exist: they are finite."""
+
+    def _numbers(self) -> Floats:
+        return np.full(self._copy.shape, 1e6)
+
+
+class PretendWorld(World):
+    """A world whose other ranks do not exist: collectives return at once, and what they return is arbitrary."""
+
+    def host_copy(self, tensor: torch.Tensor) -> HostCopy:
+        """Start the copy of a run; the numbers in it are arbitrary."""
+        return PretendCopy(tensor)
+
+    def peak_memory(self) -> int:
+        """Return 0: the peak is computed from the trace."""
+        return 0
+
+
+@contextlib.contextmanager
+def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
+    """Provide rank 0 of the plan's world over torch's fake process group."""
+    size = plan.topology.world_size
+    backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
+    dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
+    try:
+        mesh, context = make_mesh(plan, device.type), make_context(plan)
+        reshard_mesh = make_reshard_mesh(plan, mesh)
+        side: Any = dist.group.WORLD
+        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context, reshard_mesh=reshard_mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def current_stream() -> int:
+    """Return the number of the stream that work is given to."""
+    return PretendStream.current[-1].stream_id if PretendStream.current else 0

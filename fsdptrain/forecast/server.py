@@ -1,0 +1,307 @@
+"""The forecasting process: gets jobs as records, and answers each with a forecast.
+
+`forecast.forecaster.Forecaster` starts it and sends the jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from fsdptrain.config.dtypes import BYTES, HALF
+from fsdptrain.errors import FsdptrainError, to_record
+from fsdptrain.forecast import allocator, plot, timing
+from fsdptrain.forecast import memory as ledger
+from fsdptrain.forecast.device import PRETEND
+from fsdptrain.forecast.forecaster import Forecast
+from fsdptrain.forecast.kernels import NAMES, attention_kernels
+from fsdptrain.forecast.simulation import simulate
+from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
+from fsdptrain.model import varlen
+from fsdptrain.model.config import load_config
+from fsdptrain.model.flash import recommendation
+from fsdptrain.model.flops import model_flops
+from fsdptrain.model.freeze import freeze, quantised_ids
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
+from fsdptrain.model.units import bytes_in_host
+from fsdptrain.parallel.world import matrix_rate
+from fsdptrain.plan.gpus import is_expandable
+from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
+from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
+from fsdptrain.processes import answer_parent, records_of_parent
+from fsdptrain.text import seconds, size
+
+
+def estimate(
+    plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None,
+    document: float | None = None,
+) -> Forecast:  # fmt: skip
+    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would.
+
+    `document` are the tokens of the document that a token belongs to, on average, if the data is known.
+    """
+    notes = []
+    plan = models.with_kernel(plan, hardware)
+    # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
+    kernel, masked = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
+    flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
+    if kernel in ("flash_attention_2", "flex_attention"):
+        plan, masked = varied(plan, {"model.attn_implementation": "sdpa"}), False
+    card = hardware
+    if flash is not None and not hardware.is_cpu:
+        hardware = hardware.with_attention(flash)
+    model = models.skeleton(plan)
+    weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
+    suited = fastest_on_one_gpu(plan, weights, hardware.memory)
+    if suited is not plan:
+        fsdp = suited.recipe.fsdp
+        notes.append(
+            f"one GPU: {plan.recipe.fsdp.strategy} runs as {fsdp.strategy} with accumulation {fsdp.accumulation}: "
+            "weights are copied once a step, and gradients are reduced once"
+        )
+        plan = suited
+    # The simulation gives the trace; memory, traffic and time are computed from that alone.
+    if hardware.is_cpu:
+        hardware = measured_cpu(hardware, plan)
+    trace = simulate(plan, models.config, pretend, hardware, masked)
+    device = PRETEND if pretend else HOST
+    if drawing:
+        title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
+        plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
+    tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
+    useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
+    notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
+    attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
+    time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
+    if kernel == varlen.NAME and attention:
+        for why, other in faster_attention(plan, card, hardware, document).items():
+            faster = time_of(plan, trace, other, tokens, useful_flops)["step_s"]
+            notes.append(f"{why}: {seconds(faster)} s a step instead of {seconds(time['step_s'])} s")
+    return Forecast(
+        **memory_of(trace, device, hardware),
+        host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
+        **communication(plan, trace, Counts.of(weights)),
+        **time,
+        attention=" and ".join(attention),
+        model_flops=useful_flops,
+        hardware=hardware.name,
+        method="pretended accelerator" if pretend else "fake CPU",
+        notes=notes,
+    )
+
+
+def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: float | None) -> dict[str, Hardware]:
+    """Return why the attention of packed rows may be faster than forecast → the card with that.
+
+    `hardware` is the card with the kernel that is used, `document` the tokens of the document that a token is in.
+    """
+    found = {}
+    if (name := card.faster_flash) and (note := recommendation(name)):
+        found[f"{note}; its forecast"] = card.with_attention(name)
+    if document and (longer := plan.recipe.data.seq_len / document) > 1:
+        found[
+            f"attention is counted for rows of one document; a token of this data is in one of {document:,.0f} tokens "
+            "on average, with which the forecast is at best"
+        ] = hardware.with_attention_times(longer)
+    return found
+
+
+def accumulation_notes(plan: Plan, trace: Trace, parameters: int) -> list[str]:
+    """Return what `fsdp.accumulation: reduce` costs a plan in several micro-batches on GPUs, if it can be avoided."""
+    fsdp, count = plan.recipe.fsdp, plan.accumulation
+    if fsdp.accumulation != "reduce" or count == 1 or plan.topology.device == "cpu":
+        return []
+    held = size(parameters * BYTES[fsdp.mixed_precision.reduce_dtype] // plan.shard_size)
+    if fsdp.cpu_offload:
+        waits = sum(isinstance(event, Synchronize) for event in trace.repeated(count))
+        return [
+            f"fsdp.cpu_offload: gradients of {count} micro-batches are added in host memory, for which the host waits "
+            f"for the GPU {waits:,} times a step; fsdp.accumulation=hold_shards adds them in {held} of GPU memory"
+        ]
+    if plan.replicas > 1:
+        return [
+            f"{fsdp.strategy}: gradients are summed over {plan.replicas} copies in each of {count} micro-batches; "
+            f"fsdp.accumulation=hold_shards does it once a step"
+        ]
+    return []
+
+
+def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
+    """Return the hardware of this machine: a rank's share of its memory, and the matrix rate of a rank's threads."""
+    torch.set_num_threads(plan.threads)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    compute = plan.recipe.fsdp.mixed_precision.param_dtype
+    half = getattr(torch, compute if compute in HALF else "bfloat16")
+    rate = {dtype: matrix_rate(torch.device(HOST), dtype) for dtype in (half, torch.float32)}
+    return dataclasses.replace(
+        hardware, memory=total // plan.topology.nproc_per_node, flops=rate[half], flops32=rate[torch.float32]
+    )
+
+
+def block_bytes(hardware: Hardware) -> int:
+    """Return the multiple of bytes that the allocator of a device rounds sizes up to."""
+    return 1 if hardware.is_cpu else allocator.GRANULARITY
+
+
+def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
+    """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
+    granularity = block_bytes(hardware)
+    top = ledger.peak(trace, device, granularity)
+    groups = {(e.ranks, e.apart) for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
+    overhead = hardware.context + hardware.communicator * len(groups)
+    available = hardware.memory - overhead
+    reserved, tight = top.allocated, False
+    if not hardware.is_cpu:
+        expandable = is_expandable(os.environ)
+        reserved = allocator.replay_allocations(trace, device, expandable=expandable).peak_reserved
+        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available, expandable).fits
+    return {
+        "fits": reserved <= available or tight,
+        "tight": tight,
+        "memory_bytes": hardware.memory,
+        "peak_bytes": top.allocated,
+        "reserved_bytes": reserved,
+        "overhead_bytes": overhead,
+        "moment": top.moment,
+        "breakdown": {name: size for name, size in top.by_category.items() if size},
+        "peaks": ledger.peaks(trace, device, granularity),
+    }
+
+
+def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any]:
+    """Return the collectives of a step as they were called, and the textbook's traffic of a micro-batch."""
+    found = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
+    dtypes = plan.recipe.fsdp.mixed_precision
+    width = {name: getattr(torch, getattr(dtypes, name)).itemsize for name in ("param_dtype", "reduce_dtype")}
+    return {
+        "collectives": [dataclasses.asdict(t) | {"wire": t.wire, "network": t.network} for t in found],
+        "textbook": ledger.textbook(parameters, plan.topology.world_size, *width.values()),
+    }
+
+
+def time_of(
+    plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float, attention: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation.
+
+    `attention` are the names of the kernels that compute it.
+    """
+    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
+    recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
+    events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
+    compiled = plan.compiles and not hardware.is_cpu
+    timed = timing.replay_streams(events, hardware, half, ranks, recompute_s, compiled)
+    peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
+    spread, basis = hardware.spread, hardware.basis
+    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace, attention)):
+        spread, basis = spread + BEYOND_RUNS, f"{basis}, but none {differs}"
+    return {
+        "flops": timed.flops,
+        "step_s": timed.step_s,
+        "step_s_range": [timed.step_s * (1 - spread), timed.step_s * (1 + spread)],
+        "time_basis": basis,
+        "compute_s": timed.compute_s,
+        "communication_s": timed.communication_s,
+        "exposed_s": timed.exposed_s,
+        "tokens_per_s": tokens / timed.step_s,
+        "mfu": useful_flops / (timed.step_s * peak),
+    }
+
+
+def beyond_runs(plan: Plan, trace: Trace, attention: Iterable[str]) -> str:
+    """Return how a plan differs from all published runs that the times of cards are calibrated on; "" if it does not.
+
+    docs/calibration.md has the errors of these runs.
+    """
+    recipe = plan.recipe
+    others = " and ".join(kernel for kernel in attention if kernel != NAMES["flash"])
+    return " or ".join(
+        what
+        for what, differs in (
+            ("on more than 512 GPUs", plan.topology.world_size > 512),
+            ("with rows of more than 8,192 tokens", recipe.data.seq_len > 8192),
+            ("with micro-batches of less than 4,096 tokens", recipe.train.micro_batch_size * plan.tokens_of_row < 4096),
+            (f"with attention by {others}", others != ""),
+            ("with experts", any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))),
+            ("with frozen weights", plan.freezes),
+            ("with offloading", recipe.fsdp.cpu_offload),
+            ("in float8", recipe.train.float8 is not None),
+            ("in float32", recipe.fsdp.mixed_precision.param_dtype == "float32"),
+        )
+        if differs
+    )
+
+
+class Models:
+    """Configuration and skeletons of one architecture, each built once: a search forecasts many plans of one model."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self._kernels: dict[tuple[Any, ...], str] = {}  # what `choose_attention` reads of plan and card → kernel
+        self._bare: Any = None
+        self._counted: dict[str, Any] = {}  # by compute dtype: what transformers keeps in float32 depends on it
+
+    def with_kernel(self, plan: Plan, hardware: Hardware) -> Plan:
+        """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
+        if plan.recipe.model.attn_implementation not in ("auto", "sdpa"):
+            return plan
+        recipe, cudnn, flash = plan.recipe, hardware.prefers_cudnn, hardware.has_flash
+        key = (
+            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.documents_share_sequences,
+            recipe.train.deterministic,
+        )  # fmt: skip
+        if key not in self._kernels:
+            chosen, self._bare = choose_attention(plan, self.config, cudnn, flash)
+            self._kernels[key] = chosen.recipe.model.attn_implementation
+        return varied(plan, {"model.attn_implementation": self._kernels[key]})
+
+    def skeleton(self, plan: Plan) -> Any:
+        """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
+        if not plan.freezes and self._bare is not None:
+            return self._bare
+        compute = plan.recipe.fsdp.mixed_precision.param_dtype
+        if compute not in self._counted:
+            self._counted[compute] = freeze(skeleton(self.config, plan.recipe.model, compute), plan.recipe)
+        return self._counted[compute]
+
+
+def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Models:
+    """Return the models of a job from `known`, where those of the last job are kept; raises RecipeError."""
+    recipe, folder, vocab_size = plan.recipe, job.get("config_dir"), job.get("vocab_size")
+    described = [dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.adapter)]
+    key = json.dumps([folder, vocab_size, plan.trust_remote_code, recipe.data.seq_len, described])
+    if key not in known:
+        known.clear()
+        if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone
+            config = AutoConfig.from_pretrained(folder)
+        else:
+            config = load_config(plan, vocab_size)
+        known[key] = Models(config)
+    return known[key]
+
+
+def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
+    """Return the forecast of a job as a dict; `{"error": record}` for an error of the recipe."""
+    plan, hardware = Plan.from_json(job["plan"]), Hardware(**job["hardware"])
+    try:
+        drawing = Path(job["plot"]) if job.get("plot") else None
+        models = models_of(job, plan, known)
+        return dataclasses.asdict(estimate(plan, models, hardware, job["pretend"], drawing, job.get("document")))
+    except FsdptrainError as error:
+        return {"error": to_record(error)}
+
+
+def main() -> None:
+    """Write one forecast for each job to the parent."""
+    known: dict[str, Models] = {}
+    send = answer_parent()
+    for job in records_of_parent():
+        send(answer(job, known))

@@ -1,0 +1,406 @@
+"""Claim the run folder: every check that can refuse a run comes before the first change in the folder. No torch.
+
+    checks that only read → mark → lock → the same checks again, because another run may have started in between →
+    plans/, recipe.yaml, plan.json
+
+One process writes: the command, the first node that gets the lock, or rank 0 if the command runs under torchrun. The
+others wait until the plan in the folder is the same as their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from glob import has_magic
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdptrain.checkpoint.manifest import reject_external_symlinks
+from fsdptrain.checkpoint.resume import (
+    EarlierAttempts,
+    archive_plan,
+    describe_changes,
+    inspect_earlier_attempts,
+    is_continued,
+    plan_changes,
+    wrote_newest_checkpoint,
+)
+from fsdptrain.config.paths import expanded, is_folder, places
+from fsdptrain.errors import (
+    FolderInUse,
+    Problem,
+    RecipeError,
+    StorageError,
+    Unreadable,
+    disk_full_error,
+    is_disk_full,
+    listed,
+)
+from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
+from fsdptrain.run_folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
+from fsdptrain.run_folder.rundir import MARK, RunDir
+from fsdptrain.run_folder.storage import PROBE, URL, Location
+
+# Files of a run that could be read as data; a data.path must not match them.
+DATA_LIKE_FILES: tuple[str, ...] = (
+    "metrics.jsonl", "plan.json", "plans/0001.json", "logs/progress.jsonl", "logs/defect.txt", "model/config.json",
+    "export/config.json", "checkpoints/step-00000001/manifest.json",
+)  # fmt: skip
+DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
+POLL_S = 0.2  # between two checks of plan.json
+
+# Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.
+BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+@contextlib.contextmanager
+def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
+    """Lock the run folder, write the plan into it, and yield what earlier attempts did. Do not change a finished run.
+
+    With `fresh` or `checkpoint.resume: never`, a folder that holds a run is refused. Raises RecipeError if this run
+    must not write into the folder, and what `inspect_earlier_attempts` raises.
+    """
+    rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
+    fresh = fresh or plan.recipe.checkpoint.resume == "never"
+    # Refuse whatever can be refused while nothing has been written.
+    _check_places(plan, rundir)
+    # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
+    if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
+        _refuse_used(rundir)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if earlier.finished:
+        yield earlier
+        return
+    if not writes:
+        _wait_for_plan(plan, rundir)
+        yield earlier
+        return
+    _check_access(rundir)
+    # The mark makes the folder one of fsdptrain's, and is what is locked.
+    with _os_errors_as_recipe_errors(rundir):
+        rundir.root.mkdir(parents=True, exist_ok=True)
+        write_mark(rundir.root)
+    with _locked(rundir, plan) as first:
+        # Another run may have used the folder since the checks above.
+        if first and fresh and rundir.has_run():
+            _refuse_used(rundir)
+        earlier = inspect_earlier_attempts(rundir, plan)
+        if first and not earlier.finished:
+            _check_places(plan, rundir)
+            _mark_checkpoints(rundir)
+            with _os_errors_as_recipe_errors(rundir):
+                archive_plan(rundir, plan, recipe_text)
+                write_atomically(rundir.plan, plan.to_json())
+        elif not earlier.finished:
+            _wait_for_plan(plan, rundir)
+        yield earlier
+
+
+def check_run_dir(plan: Plan) -> EarlierAttempts:
+    """Make the checks of `claim_run_dir` without changing anything, for a dry run; raise what it raises."""
+    rundir = plan.rundir
+    _check_places(plan, rundir)
+    if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
+        _refuse_used(rundir)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if not earlier.finished:
+        _check_access(rundir)
+    return earlier
+
+
+def _check_access(rundir: RunDir) -> None:
+    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
+    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.trackers]
+    folders += [rundir.export, checkpoints, *checkpoints.glob("step-*")]
+    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
+    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
+        for path in paths:
+            if path.exists() and not os.access(path, mode):
+                raise RecipeError(
+                    f"output_dir: {path} cannot be written by this user (its owner has the number "
+                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
+                )
+
+
+def _refuse_used(rundir: RunDir) -> NoReturn:
+    if rundir.checkpoint_path and rundir.checkpoint_steps():
+        raise RecipeError(f"checkpoint.path: {rundir.storage} is not empty: choose another, or delete what is in it")
+    raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
+
+
+def _check_places(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless this run may write where its recipe says."""
+    check_output_dir(rundir)
+    _check_checkpoint_folder(rundir)
+    _check_owner_of_checkpoints(plan, rundir)
+    check_inputs(plan, rundir)
+
+
+def _check_path(folder: Path, key: str) -> None:
+    if os.path.realpath(folder) in ("/", os.path.realpath(expanded("~"))):
+        raise RecipeError(f"{key}: {folder} is the root or home folder; use a subfolder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a broken link" if folder.is_symlink() else "a file"
+        raise RecipeError(f"{key}: {folder} is {what}; choose another")
+
+
+def check_output_dir(rundir: RunDir) -> None:
+    """Raise RecipeError unless the folder can be created, is empty, or has the mark of a run.
+
+    Raises CheckpointError if a link inside it leads out of it.
+    """
+    root = rundir.root
+    _check_path(root, "output_dir")
+    with _os_errors_as_recipe_errors(rundir):
+        entries = _names_in(root)
+    if entries and not is_marked(root):
+        raise RecipeError(
+            f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+        )
+    reject_external_symlinks(rundir)
+    written = (rundir.plan, rundir.metrics, rundir.progress, rundir.pinned, rundir.export_record, rundir.launcher_log)
+    for path in written:
+        if os.path.lexists(path) and not is_regular_file(path):
+            raise RecipeError(
+                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
+            )
+
+
+def _check_checkpoint_folder(rundir: RunDir) -> None:
+    """Raise RecipeError for a folder in checkpoint.path that is a file, or is where another run or this one writes."""
+    folder = rundir.checkpoint_folder
+    if folder is None:
+        return
+    _check_path(folder, "checkpoint.path")
+    real, root = Path(os.path.realpath(folder)), Path(os.path.realpath(rundir.root))
+    if real == root or any(real.is_relative_to(root / path.name) for path in rundir.written_paths()):
+        raise RecipeError(
+            f"checkpoint.path: {folder} is inside output_dir, where the run stores other files: leave it out (then it "
+            f"is {rundir.checkpoints}), or choose another place"
+        )
+    above = next((path for path in real.parents if path != root and is_marked(path)), None)
+    if above or (is_marked(real) and marked_run(real) is None):
+        raise RecipeError(f"checkpoint.path: {folder} is in {above or real}, which another run writes; choose another")
+
+
+def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless the place in checkpoint.path is for this run: new, empty, or with its checkpoints."""
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None:
+        return
+    with _os_errors_as_recipe_errors(rundir, place):
+        names, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
+    entries = [name for name in names if name != PROBE]
+    # Another machine may have a run folder of the same name, and the same object store: then the run must be the same.
+    is_own = owner == str(rundir.root)
+    known = isinstance(place, Path) or rundir.plan.exists()
+    if not entries or (is_own and (known or is_continued(rundir, plan))):
+        return
+    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
+    in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
+    if not in_use and (entries == [MARK] or wrote_newest_checkpoint(rundir, plan)):
+        return
+    if owner or rundir.checkpoint_steps():
+        of = f"the run in {owner}" if owner else "another run"
+        way_out = "choose another"
+        if is_own:
+            of += " on another machine, of which the recipe has another model, data, seed, batch or optimizer"
+            way_out += f", or continue it with its recipe, or with its run folder at {rundir.root}"
+        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; {way_out}")
+    raise RecipeError(
+        f"checkpoint.path: {place} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+    )
+
+
+def _mark_checkpoints(rundir: RunDir) -> None:
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None or marked_run(place) == str(rundir.root):
+        return
+    with _os_errors_as_recipe_errors(rundir, place):
+        if isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+        mark_checkpoints(place, str(rundir.root))
+
+
+def check_inputs(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError for a model or data inside the run folder, and for data that would include files of the run."""
+    model = plan.recipe.model
+    names: list[tuple[str, Any]] = [("data.path", path) for path in places(plan.data_path)]
+    names += [("data.eval", plan.eval_path), ("model.id", model.id), ("model.tokenizer", model.tokenizer)]
+    written = [("output_dir", rundir.root, DATA_LIKE_FILES)]
+    if folder := rundir.checkpoint_folder:
+        written.append(("checkpoint.path", folder, DATA_LIKE_CHECKPOINT))
+    problems = []
+    for key, name in names:
+        if isinstance(name, str) and URL.fullmatch(name):
+            if fault := store_fault(name, rundir):
+                problems.append(Problem(f"{name} {fault}: move one", key))
+            continue
+        if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
+            continue
+        for field, folder, files in written:
+            root = os.path.realpath(folder)
+            if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
+                problems.append(Problem(f"{name} is inside {field} ({folder}), which this run writes: move one", key))
+            elif key.startswith("data.") and would_read_run_files(name, root, files):
+                problems.append(
+                    Problem(f"{name} would include files that this run writes to {field} ({root}): move one", key)
+                )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _fixed_part(name: str) -> str:
+    """Return a path, or the part of a glob before its first wildcard."""
+    if os.path.lexists(name) or not has_magic(name):
+        return name
+    parts = Path(name).parts
+    return str(Path(*parts[: next(i for i, part in enumerate(parts) if has_magic(part))]))
+
+
+def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIKE_FILES) -> bool:
+    """Return whether a data path (a file, a folder or a glob) includes `files` that a run writes below `root`."""
+    if Path(name).is_dir():
+        return Path(root).is_relative_to(os.path.realpath(name))
+    fixed = _fixed_part(name)
+    pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
+    return _reaches(pattern, Path(root).parts, files)
+
+
+def store_fault(name: str, rundir: RunDir) -> str | None:
+    """Return how data at a URL (an object, a folder or a glob) overlaps with the checkpoints of a run; None if not."""
+    if (place := rundir.checkpoint_path) is None:
+        return None
+    pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
+    if _reaches(pattern, root, DATA_LIKE_CHECKPOINT):
+        return f"would include checkpoints, in {place}"
+    if pattern[: len(root)] == root:
+        return f"is inside checkpoint.path ({place}), which this run writes"
+    return None
+
+
+def _reaches(pattern: tuple[str, ...], root: tuple[str, ...], files: tuple[str, ...]) -> bool:
+    """Return whether a pattern, as the parts of a path, matches one of `files` below `root`, or a folder above it."""
+    paths = [(*root, *file.split("/")) for file in files]
+    return any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1))
+
+
+def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    if not pattern or not parts:
+        return parts == pattern or set(pattern) == {"**"}
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; those of folders end with a slash."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries)
+
+
+@contextlib.contextmanager
+def lock_for_export(rundir: RunDir) -> Iterator[None]:
+    """Lock a run folder to write its export; raise RecipeError if a run is using it."""
+    with contextlib.ExitStack() as stack:
+        if not lock_run(stack, rundir):
+            raise RecipeError(f"a run is using {rundir.root} and will write its export there; use --out DIR")
+        yield
+
+
+def _node_name() -> str:
+    """Return a file name part that is different on every node."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
+    return "-".join(parts)
+
+
+@contextlib.contextmanager
+def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
+    """Lock the run folder; of several nodes, the first locks it and each locks it for its machine.
+
+    Yields whether this is the first node. The system releases a lock when its process ends, even if it is killed.
+    """
+    several = plan.topology.nnodes > 1 and not plan.topology.joined
+    with contextlib.ExitStack() as stack:
+        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{_node_name()}"):
+            raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
+        first = lock_run(stack, rundir)
+        if not first and not several:
+            raise FolderInUse(f"output_dir: another run is using {rundir.root}")
+        yield first
+
+
+def lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
+    """Lock a run, by its mark, until the end of `stack`; return whether no other process had locked it."""
+    return _try_lock(stack, rundir, rundir.mark)
+
+
+def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
+    with _os_errors_as_recipe_errors(rundir):
+        rundir.logs.mkdir(exist_ok=True)
+        descriptor = try_lock(path)
+    if descriptor is not None:
+        stack.callback(os.close, descriptor)
+    return descriptor is not None
+
+
+def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
+    """Wait until the writing process has written the same plan; raise RecipeError after launch.timeout_s."""
+    timeout, found, unreadable = plan.recipe.launch.timeout_s, None, None
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            found = open_plan(rundir.plan)
+            if found.digest() == plan.digest():
+                return
+        except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
+            unreadable = error
+        except (*NOTHING_THERE, Unreadable):  # it does not exist yet, or is of another version
+            unreadable = None
+        time.sleep(POLL_S)
+    if unreadable:
+        raise unreadable
+    waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
+    apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
+    if found is None:
+        raise RecipeError(
+            f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
+            "the output of the first rank, and start all nodes with the same command"
+        )
+    changes = plan_changes(json.loads(found.to_json()), plan)
+    differences = describe_changes(changes)
+    if any(key == "version" or key.startswith("libraries.") for key in changes):
+        raise RecipeError(
+            f"{host} does not have the versions of the first node ({'; '.join(differences)}): install the same on all "
+            f"nodes, or stop the other run in {rundir.root} ({waited})"
+        )
+    details = f" ({'; '.join(differences)})" if differences else ""
+    raise RecipeError(
+        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
+        f"the other run in {rundir.root}; {apart} (this is {host})"
+    )
+
+
+@contextlib.contextmanager
+def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = None) -> Iterator[None]:
+    """Raise RecipeError for an error of the system with the run folder, or with the folder in checkpoint.path."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full_error(error) from None
+        place = (
+            f"checkpoint.path: cannot write to {checkpoints}"
+            if checkpoints
+            else f"output_dir: cannot write to {rundir.root}"
+        )
+        raise RecipeError(f"{place}: {error.strerror}") from None

@@ -1,1 +1,0 @@
-"""The same step on fake tensors."""

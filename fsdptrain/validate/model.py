@@ -1,0 +1,257 @@
+"""The model level of a dry run: its units, what a rank keeps, gathers and recomputes, and the disk space."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
+from fsdptrain.config.adapter import base_note
+from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.optimizers import Weight
+from fsdptrain.model import flash, varlen
+from fsdptrain.model.freeze import kept_whole, quantised_ids
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.peft import check_adapter_values
+from fsdptrain.model.skeleton import flash_fits, supports_flash
+from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.plan import Counts, Plan, varied
+from fsdptrain.text import size
+from fsdptrain.train import preflight
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.machine import attention_available
+
+HEADING = "Model"
+UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
+
+
+def check_model(
+    plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings, hardware: Hardware | None = None
+) -> PreTrainedConfig:
+    """Build the model without its weights, divide it into units as the run will, and compute the disk space.
+
+    The attention kernel is that of `hardware`, by default of this machine. Returns the transformers configuration of
+    the model.
+    """
+    findings.send_busy("building the model")
+    if not attention_available(plan.recipe.model.attn_implementation):  # already a problem of the machine level
+        plan = varied(plan, {"model.attn_implementation": "auto"})
+    ready = preflight.prepare_model(plan, vocab_size, hardware.prefers_cudnn if hardware else None)
+    if findings.elsewhere and (note := kernel_note(plan, ready)):
+        findings.add_note(note)
+    for note in preflight.model_notes(ready):
+        findings.add_note(note)
+    if plan.recipe.adapter.from_ is not None:
+        with findings.continue_on_error():
+            check_adapter_values(ready.trained, Path(plan.recipe.adapter.from_))
+    if note := base_note(plan.recipe):
+        findings.add_note(note)
+    if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
+        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        if note := flash.note_before(major):
+            findings.add_note(note)
+    model = describe_model(ready.plan, ready.trained, ready.units)
+    findings.add_values("model", model, HEADING, *model_lines(model))
+    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))
+    disk = disk_space(plan, ready.weights, steps)
+    findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
+    host = host_space(plan, ready.weights, steps, bytes_in_host(ready.plan, ready.trained))
+    findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host))
+    problems = [*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))]
+    for error in problems:
+        findings.add_problem(error, this_machine_only=True)
+    return ready.config
+
+
+def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
+    """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
+    kernel = ready.plan.recipe.model.attn_implementation
+    if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
+        return None
+    if kernel == "sdpa" and varlen.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
+        return None
+    if not (flash_fits(plan) and supports_flash(ready.bare)):
+        return None
+    other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
+    return (
+        f"model.attn_implementation: auto selects {kernel} here, and {other} flash-attn; set the kernel that the run "
+        "will use"
+    )
+
+
+def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
+    """Return the numbers of a skeleton and of its units."""
+    fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
+    how = fsdp.recomputation
+    owned = list(parameters_by_unit(model, units))
+    packed = quantised_ids(model, plan.recipe)
+    kept = {id(param) for param in kept_whole(model, plan.recipe).values()}
+    rows = [describe_unit(plan, *unit, packed, kept) for unit in owned]
+    weights = weights_of(model, packed).values()
+    count, embedding = Counts.of(weights), model.get_input_embeddings().weight
+    embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
+    return {
+        "architecture": type(model).__name__,
+        "attention": plan.recipe.model.attn_implementation,
+        "parameters": count.all,
+        "trainable_parameters": count.trained,
+        "adapter_parameters": count.adapters,
+        "quantised_parameters": count.quantised,
+        "saved_bytes": saved_by_freezing(plan, weights),
+        "shard_bytes": sum(row["shard_bytes"] for row in rows),
+        "whole_bytes": sum(row.pop("whole_bytes") for row in rows),
+        "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
+        "units": group_similar_units(rows),
+        "tied": {"tied": tied(model), "weights": tied_names(model), "unit": embedding_unit if tied(model) else None},
+        "dtypes": {
+            "master": plan.recipe.model.dtype,
+            "compute": fsdp.mixed_precision.param_dtype,
+            "reduce": fsdp.mixed_precision.reduce_dtype,
+            "buffers": fsdp.mixed_precision.buffer_dtype,
+        },
+        "blocks": len(layers),
+        "kept": ["attention"] * how.keep_attention + ["in host memory"] * how.offload,
+        "recomputed_blocks": 0 if how.kind == "none" else len(layers[:: how.every]),
+    }
+
+
+def saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
+    """Return the bytes by which frozen parameters are smaller than trained ones with state and gradients."""
+    frozen = [dataclasses.replace(weight, trained=True) for weight in weights if not weight.trained]
+    gradients = BYTES[plan.recipe.model.dtype] * sum(weight.numel for weight in frozen)
+    return plan.state_bytes(frozen) + gradients - plan.gathered_bytes(Counts.of(weights).of_frozen())
+
+
+def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, list[str], list[nn.Parameter]]]:
+    """Yield (name, classes, parameters) of each unit and of the root, which has the rest. A tied weight occurs once."""
+    seen: set[int] = set()
+    for name, modules in [*((unit.name, unit.modules) for unit in units), ("root", [model])]:
+        params = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
+        seen |= params.keys()
+        yield name, list(dict.fromkeys(type(module).__name__ for module in modules)), list(params.values())
+
+
+def describe_unit(
+    plan: Plan,
+    name: str,
+    classes: list[str],
+    params: list[nn.Parameter],
+    packed: Collection[int],
+    kept: Collection[int] = (),
+) -> dict[str, Any]:
+    """Return what is shown of a unit: its parameters, its largest shard, and the bytes that are gathered.
+
+    `packed` are the ids of parameters that will be quantised, `kept` of those that every rank keeps whole. FSDP2 shards
+    dimension 0 in chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
+    """
+    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
+    itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
+    whole = int(sum(param.numel() * itemsize[id(param)] for param in params if id(param) in kept))
+    divided = [param for param in params if id(param) not in kept]
+    shards = sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in divided)
+    gathered = [param for param in divided if not (plan.has_whole_shards and param.dtype == compute)]
+    return {
+        "unit": name,
+        "classes": classes,
+        "parameters": sum(param.numel() for param in params),
+        "shard_bytes": whole + int(shards),
+        "whole_bytes": whole,
+        "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)),
+        "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
+    }
+
+
+def _largest_shard(param: nn.Parameter, ranks: int) -> int:
+    rows = param.shape[0] if param.ndim else 1
+    return -(-rows // ranks) * (param.numel() // rows)
+
+
+def group_similar_units(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row, with a count, for units that differ only by a number in their names; numbers are per unit."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = str({**row, "unit": re.sub(r"\d+", "*", row["unit"])})
+        groups.setdefault(key, []).append(row)
+    return [
+        {**group[0], "unit": _name_range([row["unit"] for row in group]), "count": len(group)}
+        for group in groups.values()
+    ]
+
+
+def _name_range(names: list[str]) -> str:
+    """Return `model.layers.0-79` for `model.layers.0`, `model.layers.1` …; `model.layers.*` if there are gaps."""
+    numbers = [re.findall(r"\d+", name) for name in names]
+    if len(names) == 1:
+        return names[0]
+    first, last = numbers[0], numbers[-1]
+    if len(first) == 1 and int(last[0]) - int(first[0]) == len(names) - 1:
+        return re.sub(r"\d+", f"{first[0]}-{last[0]}", names[0])
+    return re.sub(r"\d+", "*", names[0])
+
+
+def tied_names(model: nn.Module) -> list[str]:
+    """Return the further names of tied parameters: `lm_head.weight = model.embed_tokens.weight`."""
+    first: dict[int, str] = {}
+    found = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            found.append(f"{name} = {first[id(param)]}")
+    return found
+
+
+def model_lines(model: dict[str, Any]) -> list[str]:
+    """Return the lines of this description, without the table of units."""
+    dtypes, units = model["dtypes"], model["units"]
+    count = sum(unit["count"] for unit in units)
+    shared = model["tied"]
+    tie = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
+    recomputed, kept = model["recomputed_blocks"], model["kept"]
+    trained, share = model["trainable_parameters"], model["trainable_parameters"] / model["parameters"]
+    master = f" in {dtypes['master']}" if share == 1 else ""
+    packed = model["quantised_parameters"]
+    nf4 = f" ({packed:,} of them in 4 bits, NF4)" if packed else ""
+    whole = f", {size(model['whole_bytes'])} of them whole (fsdp.ignore)" if model["whole_bytes"] else ""
+    frozen = [
+        f"{trained:,} parameters are trained ({share:.2%}), {model['parameters'] - trained:,} are frozen in "
+        f"{dtypes['compute']}{nf4}, which saves {size(model['saved_bytes'])} of master weights, gradients and "
+        "optimizer state over all ranks of a copy"
+    ]
+    return [
+        f"{model['architecture']}: {model['parameters']:,} parameters in {count} units ({', '.join(model['wrapped'])} "
+        "and the root)",
+        *(frozen if share < 1 else []),
+        f"embedding and head are {tie}",
+        f"a rank holds at most {size(model['shard_bytes'])} of weights{master}{whole}; compute in "
+        f"{dtypes['compute']} with {model['attention']} attention, gradients summed in {dtypes['reduce']}"
+        + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
+        f"activations of {recomputed} of {model['blocks']} layers are recomputed in the backward pass"
+        + (", but not attention" if "attention" in kept else "")
+        + ("; what they keep waits in host memory" if "in host memory" in kept else "")
+        if recomputed
+        else f"activations of all {model['blocks']} layers are kept for the backward pass",
+    ]
+
+
+def unit_rows(model: dict[str, Any]) -> list[list[str]]:
+    """Return the table of units, with the columns of `UNIT_HEADER`."""
+    return [
+        [
+            unit["unit"],
+            " + ".join(unit["classes"]),
+            f"{unit['count']}",
+            f"{unit['parameters']:,}",
+            size(unit["shard_bytes"]),
+            size(unit["gathered_bytes"]),
+            "kept" if unit["stays_gathered"] else "freed",
+        ]
+        for unit in model["units"]
+        if unit["parameters"]  # the root may have none
+    ]

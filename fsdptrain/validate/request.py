@@ -1,0 +1,201 @@
+"""Ask for a dry run, which a child process makes (`dry_run`), or for a look at the nodes (`here`), and show progress.
+
+This module imports no torch, so that progress is shown while the child imports it. The child gets the request, and
+answers with records of progress and the outcome last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
+from fsdptrain.launch.launcher import Attempt
+from fsdptrain.launch.run_banner import nodes_allowed
+from fsdptrain.plan.hardware import Hardware, parse_hardware
+from fsdptrain.plan.network import address_of, is_loopback
+from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
+from fsdptrain.plan.versions import untested_versions
+from fsdptrain.processes import Child, Interrupted, StopRequest
+from fsdptrain.run_folder.files import full_tmpdir_errors
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.terminal.screen import Screen
+from fsdptrain.validate.findings import Outcome
+
+
+@dataclass(frozen=True)
+class Request:
+    """The plan and the options of a `validate` command. With `problems`, the plan is only a draft.
+
+    `hardware` is None for this machine; `price` is in dollars per GPU and hour.
+    """
+
+    plan: Plan
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hardware: Hardware | None = None
+    price: float | None = None
+    plot: str | None = None
+    advise: bool = False
+    build: bool = True
+    choose: bool = False  # sizes of a first recipe, from its data
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the request as JSON values."""
+        hardware = dataclasses.asdict(self.hardware) if self.hardware else None
+        return vars(self) | {"plan": self.plan.to_json(), "hardware": hardware}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Request:
+        """Return the request that `to_record` described."""
+        hardware = Hardware(**record["hardware"]) if record["hardware"] else None
+        return cls(**record | {"plan": Plan.from_json(record["plan"]), "hardware": hardware})
+
+
+def make_request(
+    loaded: LoadedRecipe,
+    hardware: str | None,
+    trust_remote_code: bool = False,
+    price: float | None = None,
+    **options: Any,
+) -> Request:
+    """Return the request to validate a recipe, on this machine or on the given `hardware`, with fields of Request.
+
+    Raise RecipeError for hardware that is unknown, if the GPUs do not fill the nodes, or for a price without GPUs.
+    """
+    target = parse_hardware(hardware) if hardware is not None else None
+    if target:
+        overridden = {path for path, where in loaded.where.items() if where == COMMAND_LINE}
+        topology = topology_of(loaded.recipe, target.count, target.hardware, overridden)
+    else:  # `elsewhere`, because the levels report everything that this machine lacks
+        topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
+    if price is not None and topology.device == "cpu":
+        raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
+    if price is not None and price < 0:
+        raise RecipeError(f"--price-per-gpu-hour: {price:g} is negative")
+    plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
+    notes = ([target.note] if target and target.note else []) + untested_versions()
+    return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, price, **options)
+
+
+INTERRUPTED = "Ctrl-C stopped the search for other plans: those listed were tried until then"
+
+
+def run_dry_run(request: Request, screen: Screen) -> Outcome:
+    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome.
+
+    If Ctrl-C stops the search for other plans, which may take minutes, return what was found before it.
+    """
+    so_far: Outcome | None = None
+    with Child("fsdptrain.validate.dry_run") as child:
+        try:
+            with contextlib.ExitStack() as stage:
+                stage.enter_context(_busy(screen, "starting"))
+                child.send(request.to_record())
+                for record in child.records():
+                    match record.pop("event"):
+                        case "outcome":
+                            return Outcome(**record)
+                        case "so far":
+                            so_far = Outcome(**record)
+                        case "busy":
+                            stage.close()
+                            stage.enter_context(_busy(screen, record["what"]))
+                        case kind if screen.live:
+                            stage.close()
+                            screen.show({"event": kind, **record})
+        except Interrupted:
+            if so_far is None:
+                raise
+            notes = [*so_far.notes, INTERRUPTED]
+            return dataclasses.replace(so_far, notes=notes, report=so_far.report | {"notes": notes})
+        if child.killed:
+            raise WorkerError(f"the dry run was {child.killed}")
+        raise FsdptrainError(f"the dry run ended with exit code {child.code} and no result; see its output above")
+
+
+REQUEST, OUTCOME = "request.json", "outcome.json"  # what `check_here` gives to the workers and gets from them
+
+
+def check_here(request: Request, screen: Screen) -> Outcome:
+    """Start the workers as a run does, and return what they found out about the nodes. The run folder is not touched.
+
+    Raises RecipeError if the nodes cannot meet, Stopped after a stop signal, and WorkerError if the workers fail.
+    """
+    topology = request.plan.topology
+    check_endpoint(topology)
+    if topology.endpoint:
+        _check_name(host_of(topology.endpoint))
+    if topology.nnodes == 1 and request.problems:  # no other node waits for this one
+        raise RecipeError([Problem(problem) for problem in request.problems])
+    with _scratch_folder() as scratch:
+        return _check_in(scratch, request, screen)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """Yield a folder that is removed afterwards, except where the message of an error names a log in it."""
+    folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
+    try:
+        with full_tmpdir_errors():
+            yield folder
+    except BaseException as error:
+        named = str(folder) in str(error)
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
+    """Start the workers with this folder as their run folder, and return what they found out."""
+    topology, rundir = request.plan.topology, RunDir(scratch)
+    rundir.logs.mkdir()
+    # torchrun's agents meet under the name of the recipe, which may differ between the nodes.
+    recipe = dataclasses.replace(request.plan.recipe, name="fsdptrain-validate")
+    plan = dataclasses.replace(request.plan, recipe=recipe, run_dir=str(scratch))
+    rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+    (scratch / REQUEST).write_text(json.dumps(request.to_record()), encoding="utf-8")
+    with StopRequest() as stop:
+        try:
+            Attempt(plan, screen, stop, worker="check").run()
+        except WorkerError:
+            log = rundir.launcher_log
+            if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
+                raise WorkerError(
+                    f"the {nodes_allowed(plan)} nodes did not meet at {topology.meeting_place}: start the same command "
+                    "on each, and check that the address leads to the first from all others (name, firewall); log: "
+                    f"{log}"
+                ) from None
+            raise
+        if stop.count:
+            raise Stopped(f"stopped by {stop.by}; nothing was changed")
+    return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
+
+
+def _check_name(host: str) -> None:
+    """Raise RecipeError if the name of another machine leads to this one, so that they would wait for each other."""
+    address, own = address_of(host), {"localhost", socket.gethostname().partition(".")[0]}
+    if address and is_loopback(address) and host != address and host.partition(".")[0] not in own:
+        raise RecipeError(
+            f"launch.rdzv_endpoint: {host} resolves to {address} on {socket.gethostname()}, which is this machine "
+            f"itself: give {host} its own address in /etc/hosts, or use the address instead of the name"
+        )
+
+
+def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:
+    """Show what the dry run does: a spinner, or a line on a terminal that cannot show one."""
+    if screen.console.is_terminal and not screen.live:
+        screen.say(f"{what} …")
+    return screen.busy(what)

@@ -1,0 +1,268 @@
+"""An error of the system is not damage: what cannot be read is left as it is, and named with the error's number."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import as_nobody, on_ranks, write_recipe
+from typer.testing import CliRunner
+
+from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.load import CheckpointReader
+from fsdptrain.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    checkpoint_problems,
+    complete_steps,
+    newest_manifest,
+)
+from fsdptrain.checkpoint.resume import inspect_earlier_attempts
+from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
+from fsdptrain.checkpoint.shards import Shard
+from fsdptrain.checkpoint.verify import survey
+from fsdptrain.cli import app
+from fsdptrain.config.paths import is_folder, model_name_fault
+from fsdptrain.config.reader import load
+from fsdptrain.data.cache import cached_folder, is_intact
+from fsdptrain.errors import RecipeError, StorageError
+from fsdptrain.launch.run_lock import _wait_for_plan
+from fsdptrain.launch.status import list_runs
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.report.document import write_report
+from fsdptrain.run_folder.files import system_errors
+from fsdptrain.run_folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.terminal.screen import Screen
+
+FILE = "rank-00001.safetensors"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder that everybody may read; those of pytest are for their owner only."""
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def run(folder: Path) -> RunDir:
+    """Return a run folder with a plan and the checkpoints of steps 2 and 4, which everybody may read."""
+    plan = make_plan(load(write_recipe(folder)), Topology("cpu", 1, 2))
+    rundir = RunDir(folder / "run")
+    rundir.root.mkdir()
+    rundir.plan.write_text(plan.to_json())
+    for step in (2, 4):
+        storage, files = rundir.storage, {}
+        storage.prepare(step)
+        for rank in range(2):
+            shard = Shard(torch.full((4, 3), float(step + rank)), 4 * rank, (8, 3))
+            entry = write_shards(storage.staging(step) / f"rank-{rank:05}.safetensors", {"a": shard})
+            assert entry
+            files[entry[0]] = entry[1]
+        manifest = Manifest(FORMAT_VERSION, step, 2, plan.digest(), plan.identity(), files)
+        storage.publish(step, manifest.sealed())
+    return rundir
+
+
+def names_in(run: RunDir) -> list[str]:
+    return sorted(str(path.relative_to(run.checkpoints)) for path in run.checkpoints.rglob("*"))
+
+
+def without_rights(name: str) -> Callable[[RunDir], AbstractContextManager[None]]:
+    """Take all rights from a file of the newest checkpoint ("." is its folder), and root's right to ignore that."""
+
+    @contextmanager
+    def taking(run: RunDir) -> Iterator[None]:
+        path = run.checkpoint(4) / name
+        mode = path.stat().st_mode
+        path.chmod(0)
+        try:
+            with as_nobody():
+                yield
+        finally:
+            path.chmod(mode)
+
+    return taking
+
+
+@contextmanager
+def without_descriptors(run: RunDir) -> Iterator[None]:
+    """Leave no descriptor to open a file with."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, before[1]))
+    try:
+        while True:
+            fillers.append(os.open("/", os.O_RDONLY))
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            os.close(filler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+FAULTS: dict[str, tuple[Callable[[RunDir], AbstractContextManager[None]], str]] = {
+    "a file": (without_rights(FILE), rf"/{FILE} cannot be read: .*\(errno 13, EACCES\): give this user"),
+    "the manifest": (without_rights(MANIFEST_NAME), rf"/{MANIFEST_NAME} cannot be read: .*\(errno 13, EACCES\)"),
+    "the folder": (without_rights("."), rf"/{MANIFEST_NAME} cannot be read: .*\(errno 13, EACCES\)"),
+    "open files": (without_descriptors, r"cannot be read: .*\(errno 24, EMFILE\): raise the number of open files"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_checkpoint_that_the_system_cannot_read_has_no_problem_that_is_known(name: str, run: RunDir) -> None:
+    fault, words = FAULTS[name]
+    before = names_in(run)
+    with fault(run), pytest.raises(StorageError, match=words) as refused:
+        checkpoint_problems(run.checkpoint(4))
+    assert refused.value.exit_code == 6 and "nothing was renamed or removed" in str(refused.value)
+    with fault(run), pytest.raises(StorageError, match=words):
+        CheckpointReader(run.checkpoint(4))
+    assert names_in(run) == before and checkpoint_problems(run.checkpoint(4)) == []
+
+
+def test_a_disk_that_fails_is_an_error_of_the_system() -> None:
+    memory = Path("/proc/self/mem")  # a regular file, of which nobody can read the beginning
+    with (
+        pytest.raises(StorageError, match=r"/proc/self/mem cannot be read: .*\(errno 5, EIO\): look for errors"),
+        system_errors(memory),
+    ):
+        memory.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["the manifest", "the folder", "open files"])
+def test_a_start_is_refused_instead_of_going_back_to_the_checkpoint_before(name: str, run: RunDir) -> None:
+    fault, words = FAULTS[name]
+    plan = make_plan(load(run.root.parent / "recipe.yaml"), Topology("cpu", 1, 2))
+    for reading in (newest_manifest, complete_steps, lambda run: inspect_earlier_attempts(run, plan)):
+        with fault(run), pytest.raises(StorageError, match=words if name != "open files" else "EMFILE"):
+            reading(run)
+    assert inspect_earlier_attempts(run, plan).step == 4
+
+
+def test_checkpoints_in_a_folder_that_cannot_be_listed_are_not_gone(run: RunDir) -> None:
+    run.checkpoints.chmod(0)
+    with as_nobody(), pytest.raises(StorageError, match=r"/checkpoints cannot be read: .*\(errno 13, EACCES\)"):
+        run.checkpoint_steps()
+
+
+def test_verify_shows_what_cannot_be_read_and_that_a_resume_is_refused(run: RunDir) -> None:
+    before = names_in(run)
+    with without_rights(FILE)(run):
+        found = survey(run)
+        done = CliRunner().invoke(app, ["verify", str(run.root)])
+    assert [(c["step"], c["unreadable"], len(c["problems"])) for c in found["checkpoints"]] == [
+        (2, False, 0),
+        (4, True, 1),
+    ]
+    assert found["resume"] is None and not found["good"]
+    assert isinstance(done.exception, StorageError) and "files cannot be read" in str(done.exception)
+    assert "a resume is refused while the checkpoint of step 4 cannot be read" in done.stdout
+    assert "errno 13, EACCES" in " ".join(done.stdout.split())
+    assert names_in(run) == before and survey(run)["resume"] == 4
+
+
+def test_the_export_of_the_newest_checkpoint_is_not_silently_that_of_an_older_one(run: RunDir) -> None:
+    with without_rights(FILE)(run), pytest.raises(StorageError, match=f"{FILE} cannot be read: .*EACCES"):
+        export_checkpoint(run, None, run.root.parent / "out", None, Screen())
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_neither_counted_nor_removed(run: RunDir) -> None:
+    run.checkpoint(2).chmod(0)
+    with as_nobody():
+        remove_old_checkpoints(run, 4, keep=1)
+    assert run.checkpoint_steps() == [2, 4]
+    run.checkpoint(2).chmod(0o755)
+    remove_old_checkpoints(run, 4, keep=1)
+    assert run.checkpoint_steps() == [4]
+
+
+def test_a_resume_renames_nothing_if_one_rank_cannot_read(folder: Path) -> None:
+    recipe = write_recipe(folder)
+    found = on_ranks(2, "resume_without_rights", folder / "ranks", recipe=str(recipe))
+    for seen in found:
+        assert "rank 1: " in seen["unreadable"] and "(errno 13, EACCES)" in seen["unreadable"]
+        assert re.search(r"rank 1: .*step-00000004 does not exist on \S+, and rank 0 lists it", seen["not mounted"])
+        assert seen["resumed"] == 4 and seen["names"] == ["step-00000002", "step-00000004"]
+
+
+def test_what_was_exported_and_where_checkpoints_are_is_not_unknown_if_its_record_cannot_be_read(
+    run: RunDir,
+) -> None:
+    write_export_record(run, 4, {})
+    for path, reading in ((run.export_record, read_export_record), (run.plan, lambda run: RunDir.open(run.root))):
+        path.chmod(0)
+        with as_nobody(), pytest.raises(StorageError, match=rf"{path} cannot be read: .*\(errno 13, EACCES\)"):
+            reading(run)
+
+
+@pytest.mark.parametrize("name", ["export/model.safetensors", "export/config.json", "export.json", "export"])
+def test_an_export_that_cannot_be_read_is_not_damaged(name: str, run: RunDir) -> None:
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(1)}, run.export / "model.safetensors")
+    write_export_record(run, 4, file_stamps(run.export), {"config.json": "0" * 64})
+    (run.root / name).chmod(0)
+    with as_nobody():
+        found, verified = survey(run), CliRunner().invoke(app, ["verify", str(run.root)])
+    assert found["export"]["unreadable"] and "(errno 13, EACCES)" in found["export"]["problems"][0]
+    assert str(verified.exception) == f"{run.root}: files cannot be read, and may be intact"
+
+
+def test_prepared_data_that_cannot_be_read_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(folder))
+    made = cached_folder("data", str(folder), lambda made: (made / "rows").write_bytes(b"1") and None)
+    (made / "rows").chmod(0)
+    with as_nobody(), pytest.raises(StorageError, match=r"/rows cannot be read: .*\(errno 13, EACCES\)"):
+        is_intact(made)
+    (made / "rows").chmod(0o644)
+    assert is_intact(made)
+
+
+def test_a_model_without_rights_is_neither_missing_nor_a_name_on_the_hub(folder: Path) -> None:
+    model = folder / "closed" / "model"
+    model.mkdir(parents=True)
+    model.parent.chmod(0)
+    for reading in (is_folder, model_name_fault):
+        with as_nobody(), pytest.raises(StorageError, match=rf"{model} cannot be read: .*\(errno 13, EACCES\)"):
+            reading(str(model))
+    assert is_folder(str(model)) and not is_folder("x" * 300) and not is_folder("a\0b")
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, run: RunDir) -> None:
+    write_mark(run.root)
+    shutil.copytree(run.root, folder / "other")
+    run.plan.chmod(0)
+    with as_nobody():
+        other, unreadable = list_runs(folder)
+        with pytest.raises(
+            RecipeError, match=r"no run has anything to report:\n.*nothing was rec(.|\n)*Permission denied"
+        ):
+            write_report([RunDir(folder)], folder / "report.html")
+    assert other["name"] and other["state"] != "unreadable"
+    assert unreadable["state"] == "unreadable" and "plan.json cannot be read: Permission denied" in unreadable["why"]
+
+
+def test_a_plan_that_a_node_cannot_read_is_not_called_missing(run: RunDir) -> None:
+    recipe = load(write_recipe(run.root.parent, launch__timeout_s=1))
+    run.plan.chmod(0)
+    with as_nobody(), pytest.raises(StorageError, match=r"/plan.json cannot be read: .*\(errno 13, EACCES\)"):
+        _wait_for_plan(make_plan(recipe, Topology("cpu", 2, 1, endpoint="host-0:29500")), run)

@@ -1,0 +1,451 @@
+"""The basis of the forecast: a step on fake tensors allocates and communicates as a step on real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import SMALL, config_of, named, on_fake, plan_of
+from support import TESTS, on_ranks, python, python_path, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.reader import load
+from fsdptrain.forecast import server
+from fsdptrain.forecast import simulation as simulate
+from fsdptrain.forecast.device import DeviceEvent, PretendStream, pretend_world
+from fsdptrain.forecast.memory import peak, traffic
+from fsdptrain.forecast.patches import fake_tensor_patches
+from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
+from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
+from fsdptrain.model.freeze import freeze
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan, make_plan, varied
+from fsdptrain.plan.topology import Topology
+from fsdptrain.train.step import Engine
+
+
+def on_real(plan: Plan) -> int:
+    """Return the CPU allocator's peak in a step on real tensors, by torch's profiler; only the ranks are fake."""
+    packed = plan.recipe.documents_share_sequences
+    with fake_tensor_patches(packed, Recorder.unrecorded), pretend_world(plan, torch.device(HOST)) as world:
+        engine, _ = simulate.make_engine(plan, config_of(plan), world)
+        step(engine, plan, packed)  # so that the profiled step is not the first one
+        held = [*engine.model.parameters(), *engine.model.buffers()]
+        values = [value for state in engine.optimizer.state.values() for value in state.values()]
+        held += filter(torch.is_tensor, values)
+        storages = {s.data_ptr(): s.nbytes() for s in map(storage_of, held)}
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            step(engine, plan, packed)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return sum(storages.values()) + max(itertools.accumulate(changes))
+
+
+def step(engine: Engine, plan: Plan, packed: bool) -> None:
+    shape = (plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len)
+    positions = torch.arange(shape[1] // 2).repeat(2) if packed else torch.arange(shape[1])
+    batches = [
+        {
+            "input_ids": torch.ones(shape, dtype=torch.long),
+            "position_ids": positions.expand(shape).contiguous(),
+            "labels": torch.ones(shape, dtype=torch.long),
+        }
+        for _ in range(plan.accumulation)
+    ]
+    engine.step(0, batches, 1, 1e-4)
+
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+RECOMPUTATIONS = ["none", "full", "selective", {"every": 2}]
+ACCUMULATIONS = [(1, "reduce"), (2, "reduce"), (2, "hold")]
+DTYPES = ["float32", "bfloat16"]
+LOSSES = ["chunked", "plain"]
+MATRIX = [
+    {
+        "fsdp__strategy": strategy,
+        "fsdp__activation_checkpointing": recomputation,
+        "fsdp__accumulation": mode,
+        "fsdp__mixed_precision": {"param_dtype": dtype},
+        "train__global_batch_size": 8 * count,
+        "train__loss": loss,
+    }
+    | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
+    for strategy, recomputation, (count, mode), dtype, loss in itertools.product(
+        STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES, LOSSES
+    )
+]
+
+
+def sampled(*numbers: int, slow: tuple[int, ...]) -> list[Any]:
+    """Return elements of the matrix; the slow ones, such as two micro-batches in bf16, are left to the soak."""
+    return [MATRIX[n] for n in numbers] + [pytest.param(MATRIX[n], marks=pytest.mark.soak) for n in slow]
+
+
+# Here or with adapters below: every strategy, accumulation, dtype and loss, recomputation in full and in part.
+@pytest.mark.parametrize("changes", sampled(70, 129, 192, slow=(9, 131)), ids=named)
+def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = plan_of(tmp_path, **changes)
+    assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
+
+
+def test_experts_in_float32_are_forecast(tmp_path: Path) -> None:
+    """torch before 2.15 describes their products in bfloat16 only, but computes them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    plan = plan_of(tmp_path, model__config={**SMALL, "model_type": "qwen3_moe", **experts})
+    trace = on_fake(plan)
+    assert any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))
+    assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
+
+
+def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:
+    changes = [{}, {"fsdp__reshard_after_forward": 2}, {"fsdp__strategy": "SHARD_GRAD_OP"}]
+    plans = [plan_of(tmp_path, train__global_batch_size=8, **each) for each in changes]
+    traces = [on_fake(plan) for plan in plans]
+    peaks = [peak(trace, HOST) for trace in traces]
+    own, groups, kept = (each.allocated for each in peaks)
+    assert own < groups < kept and math.isclose(groups, on_real(plans[1]), rel_tol=5e-3)
+    shards, divided = (each.by_category["gathered parameters"] for each in peaks[:2])
+    assert divided - shards > 0.8 * (groups - own), "they are counted as what they are"
+    gathers = {(each.kind, each.ranks): each.count for each in traffic(traces[1].all(), 4)}
+    layers = SMALL["num_hidden_layers"]
+    assert gathers["all-gather", 2] == layers and gathers["all-gather", 4] == layers + 3  # and that of the numbers
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak if kind != "adamw_8bit" else ()) for kind in OptimizerKind]
+)
+def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: OptimizerKind) -> None:
+    shape = {**SMALL, "hidden_size": 384}
+    plan = plan_of(tmp_path, world=2, model__config=shape, optim__name=kind.value, train__global_batch_size=4)
+    trace = on_fake(plan)
+    assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
+    kinds = {collective.kind for collective in traffic(trace.all(), 2)}
+    assert ("all-to-all" in kinds) == (kind == "muon") and ("all-reduce" in kinds) == (kind == "adafactor")
+    weights = weights_of(skeleton(config_of(plan), plan.recipe.model)).values()
+    held = sum(e.size for e in trace.before if isinstance(e, Alloc) and e.storage.category == "optimizer state")
+    others = 4 * len(weights) + 2 * 256 * 4  # counters, and the tables of 8-bit values
+    assert 0 <= held - plan.recipe.optim.state_bytes(weights, "float32", ranks=2) <= others
+
+
+@pytest.mark.parametrize("changes", sampled(16, 98, 170, slow=(18, 176, 178)), ids=named)
+def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
+    kind = "qlora" if changes == MATRIX[98] else "lora"
+    if kind == "qlora" and not keeps_integers():
+        pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
+    plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
+    full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
+    forecast = peak(on_fake(plan), HOST)
+    # Up to 90 KB are missing at any size of the model, and without adapters too: 0.5% of this small
+    # one, at most 0.15% with 25 million parameters.
+    assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3, abs_tol=2**17)
+    assert forecast.by_category["optimizer state"] < 0.1 * full.by_category["optimizer state"]
+
+
+@pytest.mark.parametrize(("kind", "patterns"), [("lora", ["layers", "norm"]), ("qlora", ["*"])])
+def test_frozen_weights_that_are_kept_whole_are_in_the_forecast(tmp_path: Path, kind: str, patterns: list[str]) -> None:
+    if kind == "qlora" and not keeps_integers():
+        pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
+    plan = varied(plan_of(tmp_path, train__global_batch_size=8), {"adapter.kind": kind, "adapter.r": 5})
+    kept = varied(plan, {"fsdp.ignore": patterns})
+    traces = [on_fake(plan), on_fake(kept)]
+    shards, whole = (peak(trace, HOST).by_category["parameter shards"] for trace in traces)
+    assert whole > 2 * shards, "of four ranks"
+    assert math.isclose(peak(traces[1], HOST).allocated, on_real(kept), rel_tol=5e-3, abs_tol=2**17)
+    sent, less = (sum(each.size for each in traffic(trace.all(), 4) if each.kind == "all-gather") for trace in traces)
+    assert less < sent / 2
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "NO_SHARD"), (1, "FULL_SHARD")])
+def test_a_rank_with_a_whole_copy_has_frozen_weights_once(tmp_path: Path, world: int, strategy: str) -> None:
+    plan = plan_of(tmp_path, world, fsdp__strategy=strategy, fsdp__mixed_precision={"param_dtype": "bfloat16"})
+    plan = varied(plan, {"adapter.kind": "lora", "adapter.r": 5})
+    forecast = peak(on_fake(plan), HOST)
+    adapters = plan.state_bytes(weights_of(freeze(skeleton(config_of(plan), plan.recipe.model), plan.recipe)).values())
+    assert forecast.by_category["gathered parameters"] <= adapters / 6  # in bfloat16, beside 12 bytes of state
+    assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3, abs_tol=2**17)
+
+
+def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return SMALL | {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": hidden // heads,
+    }  # fmt: skip
+
+
+SIZES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = {
+    # a third of all combinations at 25 million parameters, a few at more, and with adapters
+    "25M": (llama(16384, 384, 1024, 8, 6), MATRIX[::3], {}),
+    "60M": (llama(16384, 640, 1792, 8, 10), MATRIX[7::30], {}),
+    "150M": (llama(32000, 896, 2432, 10, 14), MATRIX[11::60], {}),
+    "25M lora": (llama(16384, 384, 1024, 8, 6), MATRIX[1::17], {"adapter.kind": "lora"}),
+    "25M qlora": (llama(16384, 384, 1024, 8, 6), MATRIX[5::17], {"adapter.kind": "qlora"}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", SIZES)
+def test_the_peaks_of_the_whole_matrix(tmp_path: Path, size: str) -> None:
+    config, matrix, adapter = SIZES[size]
+    errors = {}
+    for changes in matrix:
+        plan = varied(plan_of(tmp_path, model__config=config, **changes), adapter)
+        forecast, real = peak(on_fake(plan), HOST), on_real(plan)
+        errors[named(changes)] = forecast.allocated / real - 1
+        print(f"{size} {forecast.allocated / 2**20:9.2f} {real / 2**20:9.2f} MiB {errors[named(changes)]:+.3%}  "
+              f"{named(changes)}  ({forecast.moment})", flush=True)  # fmt: skip
+    print(f"{size}: {len(errors)} combinations, worst {max(errors.values(), key=abs):+.3%}")
+    assert all(abs(error) <= 5e-3 for error in errors.values())
+
+
+RANKED = {
+    "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16"],
+    "no shard, in buckets": ["fsdp.strategy=NO_SHARD", "fsdp.bucket_cap_mb=4"],
+    "shards held": [
+        "fsdp.strategy=HYBRID_SHARD",
+        "fsdp.shard_size=1",
+        "fsdp.accumulation=hold_shards",
+        "train.global_batch_size=12",
+    ],
+    "grad op, accumulated": ["fsdp.strategy=SHARD_GRAD_OP", "train.global_batch_size=8"],
+    "shared rows": ["parallel.context=2", "train.global_batch_size=2"],
+}
+
+
+def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
+    """Collectives match exactly; memory within 3% of what the step allocates, without gloo's own copies."""
+    recipe = write_recipe(
+        tmp_path, model__config={**SMALL, "num_hidden_layers": 2}, data__seq_len=128, data__packing="none",
+        train__micro_batch_size=2, train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
+    )  # fmt: skip
+    found = on_ranks(2, "accounts", tmp_path / "out", recipe=str(recipe), variants=RANKED)
+    for name, overrides in RANKED.items():
+        plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
+        trace = on_fake(plan)
+        called = Counter()
+        for kind, size in found[0][name]["calls"]:
+            called[kind] += 1
+            called[f"{kind} bytes"] += size or 0
+        forecast = Counter()
+        for collective in traffic(trace.repeated(plan.accumulation), 2):
+            forecast[collective.kind] += collective.count
+            forecast[f"{collective.kind} bytes"] += collective.size if collective.kind != "all-reduce" else 0
+        assert forecast == called, name
+        if "buckets" in name:
+            assert forecast["all-reduce"] == 2  # two units each, of embedding, two layers and head
+        for rank in found:
+            least, most = rank[name]["peak"]
+            assert 0.97 * least <= peak(trace, HOST).allocated <= 1.03 * most, (name, least, most)
+            assert most - least < 0.2 * least, (name, least, most)
+
+
+REPEATED = """
+import math, sys
+from transformers import AutoConfig
+from fsdptrain.forecast.trace import HOST, Alloc, Free
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.forecast.simulation import simulate
+
+plan = Plan.from_json(sys.stdin.read())
+fields = dict(plan.recipe.model.config)
+config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+traces = []
+for _ in range(3):
+    numbers, lines = {}, []
+    for event in simulate(plan, config, pretend=True).all():
+        if isinstance(event, Alloc | Free):
+            number = numbers.setdefault(event.storage, len(numbers))
+            lines.append((type(event).__name__, number, event.size if isinstance(event, Alloc) else 0))
+        else:
+            lines.append(type(event).__name__)
+    traces.append(lines)
+assert traces[0] == traces[1] == traces[2]
+# What FSDP2 keeps in host memory is what is counted without a simulation.
+plan = varied(plan, {"fsdp.cpu_offload": True, "fsdp.accumulation": "hold_shards"})
+sizes = {name: [] for name in ("parameter shards", "gradients", "optimizer state")}
+for event in simulate(plan, config, pretend=True).all():
+    if isinstance(event, Alloc) and event.storage.device == HOST and event.storage.category in sizes:
+        sizes[event.storage.category].append(event.size)
+weights, state = weights_of(skeleton(config, plan.recipe.model)).values(), sizes.pop("optimizer state")
+pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes["parameter shards"] + sizes["gradients"])
+assert plan.host_state_bytes(weights) == pinned + sum(state) - 4 * len(weights)  # the counters of steps
+"""
+
+
+def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path) -> None:
+    """Autograd would run its backward in a thread there, which frees its last gradient at any later moment."""
+    plan = plan_of(tmp_path, device="cuda", train__global_batch_size=8, data__packing="none")
+    done = python("-c", REPEATED, input=plan.to_json())
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+WAITS = """
+import json, sys
+from pathlib import Path
+from simulated import SMALL, plan_of
+from waits import recorded, waits
+from fsdptrain.forecast.trace import Collective, Kernel
+
+found = []
+for changes in json.load(sys.stdin):
+    plan = plan_of(Path(sys.argv[1]), device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
+    steps, evaluation = recorded(plan, 2)
+    products = {event.stream for event in steps if isinstance(event, Kernel) and event.flops}
+    units = {event.stream for event in steps if isinstance(event, Collective) and event.size > 1000}
+    found.append({**waits(steps, evaluation, 2), "beside": bool(units) and not units & products})
+print(json.dumps(found))
+"""
+WAITING = [
+    {
+        "fsdp__strategy": strategy, "fsdp__accumulation": mode, "train__global_batch_size": 8 * count,
+        "data__packing": packing, "log__every": every, "fsdp__cpu_offload": offload,
+        "fsdp__mixed_precision": {"param_dtype": dtype},
+    }
+    | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
+    for strategy, (count, mode), offload, (packing, every, dtype) in itertools.product(
+        STRATEGIES, [*ACCUMULATIONS, (4, "hold_shards")], [False, True],
+        [("none", 1, "float32"), ("bfd", 2, "bfloat16"), ("bfd", 1, "float32")],
+    )
+    if mode != "hold_shards" or offload or "HYBRID" in strategy
+]  # fmt: skip
+
+
+def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
+    """A step waits only for the numbers of logged steps, an evaluation for its first exchange of stops and its result.
+
+    With offload the host also waits for gradients and for the numbers of all ranks: it updates the weights.
+    """
+    done = python("-c", WAITS, tmp_path, input=json.dumps(matrix), PYTHONPATH=python_path(TESTS))
+    assert done.returncode == 0, done.stderr[-2000:]
+    for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
+        print(named(changes), found)
+        assert found.pop("beside"), "the collectives of units run in the stream of the matrix products"
+        expected = {"read": 1 / changes["log__every"], "evaluation": 2}
+        if changes["fsdp__cpu_offload"]:
+            # FSDP2 adds to gradients in host memory: it waits for each of the 12 in every micro-batch but the first.
+            adding = changes["train__global_batch_size"] // 8 - 1 if changes["fsdp__accumulation"] == "reduce" else 0
+            expected = {"backward": 1 + 12 * adding, "gradient": 1, "evaluation": 2}
+        assert found == expected, (changes, found)
+
+
+def test_memory_that_is_freed_before_a_backward_pass_is_temporary() -> None:
+    with Recorder("cpu") as recorder:
+        for micro_batch in range(2):
+            recorder.begin(f"forward {micro_batch}")
+            torch.zeros(10)
+            kept = torch.zeros(20)
+            recorder.begin(LOSS_BACKWARD)
+            del kept
+    freed = [(event.storage.category, event.size) for event in recorder.trace.events if isinstance(event, Alloc)]
+    assert freed == [("temporaries", 40), ("saved activations", 80)] * 2
+
+
+def test_the_pretended_stream_and_event_have_what_those_of_torch_have() -> None:
+    """A new release of torch may use any of it: 2.15 began to ask whether a stream is capturing."""
+    for real, pretended in ((torch.Stream, PretendStream), (torch.Event, DeviceEvent)):
+        missing = {name for name in dir(real) if not name.startswith("_")} - set(dir(pretended()))
+        assert missing <= {"native_handle", "ipc_handle", "from_ipc_handle", "event_id", "device"}, missing
+    assert PretendStream().device_type == int(torch._C._autograd.DeviceType.PrivateUse1)
+
+
+def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
+    trace = Trace(events=[Moment("forward of embedding"), *[Synchronize()] * 7])
+    accumulated = {"device": "cuda", "train__global_batch_size": 24}
+    offloaded = accumulated | {"fsdp__cpu_offload": True}
+    [note] = server.accumulation_notes(plan_of(tmp_path, **offloaded), trace, 2**20)
+    assert "waits for the GPU 7 times a step; fsdp.accumulation=hold_shards adds them in 1.0 MiB" in note
+    hybrid = accumulated | {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2}
+    [note] = server.accumulation_notes(plan_of(tmp_path, **hybrid), trace, 2**20)
+    assert "summed over 2 copies in each of 3 micro-batches; fsdp.accumulation=hold_shards" in note
+    held = {"fsdp__accumulation": "hold_shards"}
+    for changes in (accumulated, offloaded | held, offloaded | {"train__global_batch_size": 8}, hybrid | held):
+        assert not server.accumulation_notes(plan_of(tmp_path, **changes), trace, 2**20)
+
+
+def test_the_host_waits_for_the_device_only_to_read_a_logged_step(tmp_path: Path) -> None:
+    check_waits(tmp_path, WAITING[13::38])
+
+
+@pytest.mark.soak
+def test_the_host_waits_only_to_read_a_logged_step_in_every_configuration(tmp_path: Path) -> None:
+    check_waits(tmp_path, WAITING)
+
+
+OFFLOADED = """
+import sys
+import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import units_of
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan
+from fsdptrain.forecast.device import pretend_accelerator, pretend_world
+from fsdptrain.parallel.shard import shard
+from fsdptrain.model.weights import place_buffers, read_weights
+
+plan = Plan.from_json(sys.stdin.read())
+config = AutoConfig.from_pretrained(plan.recipe.model.id)
+with pretend_world(plan, pretend_accelerator()) as world:
+    bare = skeleton(config, plan.recipe.model)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # everything is fake except the weights
+        model = skeleton(config, plan.recipe.model)
+        place_buffers(model, world.device, None)
+        shard(model, units_of(model, "auto"), world, plan)
+    read_weights(model, bare, plan, torch.device("cpu"), lambda *_: None)
+    whole = load_file(plan.recipe.model.id + "/model.safetensors")
+    for name, param in model.named_parameters():
+        local = param.to_local()
+        assert local.device.type == "cpu" and param.device_mesh.device_type == "pretend", name
+        assert torch.equal(local, whole[name][: len(local)]) and len(local) * 2 == len(whole[name]), name
+"""
+
+
+def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{"model_type": "llama", **{k: v for k, v in SMALL.items() if k != "model_type"}})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    plan = plan_of(
+        tmp_path, world=2, device="cuda", fsdp__cpu_offload=True,
+        model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}},
+    )  # fmt: skip
+    done = python("-c", OFFLOADED, input=plan.to_json())
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_plans_of_one_model_are_forecast_from_one_configuration_and_one_skeleton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: Counter[str] = Counter()
+
+    def count(name: str, build: Callable[..., Any]) -> None:
+        def counted(*args: Any) -> Any:
+            built[name] += 1
+            return build(*args)
+
+        monkeypatch.setattr(server, name, counted)
+
+    for name in ("load_config", "choose_attention", "skeleton"):
+        count(name, getattr(server, name))
+    known: dict[str, server.Models] = {}
+    job = {"hardware": dataclasses.asdict(KNOWN["h100-80gb"]), "pretend": False}
+    changes = ({"fsdp__strategy": "NO_SHARD"}, {"fsdp__strategy": "FULL_SHARD"})
+    plans = [plan_of(tmp_path, world=2, model__attn_implementation="auto", **change) for change in changes]
+    answers = [server.answer(job | {"plan": plan.to_json()}, known) for plan in plans]
+    assert built == {"load_config": 1, "choose_attention": 1}
+    assert answers[0]["model_flops"] == answers[1]["model_flops"] > 0
+    server.answer(job | {"plan": plan_of(tmp_path, world=2, data__seq_len=128).to_json()}, known)
+    assert built["load_config"] == 2, "a configuration is checked against seq_len"

@@ -1,0 +1,481 @@
+"""Checkpoints in a folder and in an object store: one exists or it does not, whatever the store answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import FaultTable
+from forks import Command
+from support import environment, events, fsdptrain, processes_using, write_recipe
+
+pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+
+from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, REFUSALS, SLOW_DOWN, Answer, ObjectStore, serve_here
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from fsdptrain.checkpoint import load as load_module
+from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint, open_tensors
+from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps, read_manifest
+from fsdptrain.checkpoint.resume import inspect_earlier_attempts
+from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
+from fsdptrain.checkpoint.shards import Shard
+from fsdptrain.checkpoint.verify import survey
+from fsdptrain.cli import app
+from fsdptrain.config.reader import load
+from fsdptrain.errors import CheckpointError, RecipeError, StorageError
+from fsdptrain.launch.run_lock import claim_run_dir
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder import storage as storage_module
+from fsdptrain.run_folder.ownership import marked_run
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import MANIFEST_NAME, CheckpointStorage, Location, checkpoint_name
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    yield from serve_here()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path, server: ObjectStore) -> RunDir:
+    """Return an empty run folder with its checkpoints in a folder, or in the object store."""
+    place = f"s3://{BUCKET}/{tmp_path.name}/run" if request.param == "s3" else str(tmp_path / "elsewhere")
+    return RunDir(tmp_path / "run", place)
+
+
+@pytest.fixture
+def remote(tmp_path: Path, server: ObjectStore) -> RunDir:
+    return RunDir(tmp_path / "run", f"s3://{BUCKET}/{tmp_path.name}/run")
+
+
+def shards_of_rank(rank: int, world: int = 2, seed: int = 0) -> dict[str, Shard]:
+    """Return a rank's rows of some random tensors."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = {name: torch.randn(8, *shape, generator=draw).to(dtype) for name, shape, dtype in TENSORS}
+    size = 8 // world
+    return {
+        name: Shard(tensor[rank * size : (rank + 1) * size], rank * size, tuple(tensor.shape))
+        for name, tensor in rows.items()
+    }
+
+
+TENSORS = (("a", (3, 5), torch.float32), ("b", (), torch.bfloat16), ("c", (700,), torch.float64))
+
+
+def write(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> dict[str, Any]:
+    """Write the files of all ranks, without publishing them; return the entries of the manifest."""
+    storage.prepare(step)
+    written = {}
+    for rank in range(world):
+        path, shards = storage.staging(step) / f"rank-{rank:05}.safetensors", shards_of_rank(rank, world, seed)
+        entry = write_shards(path, shards, True, lambda path: storage.deliver(step, path))
+        assert entry
+        written[entry[0]] = entry[1]
+    return written
+
+
+def save(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> None:
+    files = write(storage, step, seed, world)
+    storage.publish(step, Manifest(FORMAT_VERSION, step, world, "", {}, files).sealed())
+
+
+def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
+    storage = run.storage
+    assert storage.steps() == []
+    storage.remove_leftovers()
+    files = write(storage, 3)
+    assert storage.steps() == [] and storage.other_names()[0] == []
+    storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
+    assert storage.steps() == complete_steps(run) == [3] and checkpoint_problems(storage.checkpoint(3)) == []
+    assert storage.size_of(3) == (sum(entry["bytes"] for entry in files.values()) + len(manifest(storage, 3)), 3)
+    with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
+        storage.prepare(3)
+
+
+def manifest(storage: CheckpointStorage, step: int) -> bytes:
+    with (storage.checkpoint(step) / MANIFEST_NAME).open("rb") as stream:
+        return bytes(stream.read())
+
+
+def test_an_interrupted_save_is_removed_and_others_files_stay(run: RunDir) -> None:
+    storage = run.storage
+    storage.remove_leftovers()
+    save(storage, 1)
+    write(storage, 2)
+    assert RunDir(run.root, run.checkpoint_path).storage.other_names()[1]
+    RunDir(run.root, run.checkpoint_path).storage.remove_leftovers()  # the next start
+    assert storage.other_names() == ([], []) and storage.steps() == [1]
+    write(storage, 2)
+    storage.discard(2)
+    assert storage.other_names() == ([], []) and checkpoint_problems(storage.checkpoint(1)) == []
+
+
+def test_old_checkpoints_are_removed_and_damaged_ones_are_set_aside(run: RunDir) -> None:
+    storage = run.storage
+    for step in (1, 2, 3):
+        save(storage, step)
+    remove_old_checkpoints(run, 3, keep=1, keep_best=1, losses={1: nan, 2: 2.0, 3: 3.0, 9: 1.0})
+    assert storage.steps() == [2, 3]
+    first, second = storage.set_aside(3), (save(storage, 3), storage.set_aside(3))[1]
+    assert (first.rpartition("/")[2], second.rpartition("/")[2]) == ("step-00000003.damaged", "step-00000003.damaged-2")
+    assert storage.steps() == [2]
+    assert storage.other_names() == (["step-00000003.damaged", "step-00000003.damaged-2"], [])
+    found = survey(run)
+    assert found["good"] and found["resume"] == 2 and found["set_aside"] == storage.other_names()[0]
+
+
+def test_what_an_interrupted_removal_leaves_in_a_store_is_no_checkpoint(remote: RunDir, server: ObjectStore) -> None:
+    save(remote.storage, 1)
+    removed = []
+
+    def only_one(method: str, path: str) -> Answer | None:  # then the store refuses, as if the process were killed
+        if method == "DELETE":
+            removed.append(path)
+        return FORBIDDEN if len(removed) > 1 else None
+
+    with server.failing(only_one), pytest.raises(StorageError):
+        remote.storage.remove(1)
+    assert len(removed) > 1 and remote.storage.steps() == []
+
+
+def load_alone(folder: Location, shards: dict[str, Shard]) -> None:
+    files = sorted(read_manifest(folder).files)
+    load_checkpoint(folder, files, shards, find_pieces(folder, files, shards))
+
+
+def test_any_number_of_ranks_reads_its_rows(run: RunDir) -> None:
+    save(run.storage, 1)
+    for rank, world in ((0, 1), (1, 2), (3, 4)):  # the last reads from the middle of a file
+        wanted = shards_of_rank(rank, world)
+        made = {name: Shard(torch.empty_like(s.local), s.first, s.shape) for name, s in wanted.items()}
+        load_alone(run.checkpoint(1), made)
+        assert all(torch.equal(made[name].local, wanted[name].local) for name in wanted)
+
+
+def test_ranks_share_the_headers_and_open_only_files_with_their_rows(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, opened, folder = 4, list[str](), run.checkpoint(1)
+    files = sorted(write(run.storage, 1, world=world))
+    run.storage.publish(1, b"")  # no manifest: one rank has read it for all
+    monkeypatch.setattr(load_module, "open_tensors", lambda path: opened.append(path.name) or open_tensors(path))
+    wanted = [shards_of_rank(rank, world) for rank in range(world)]
+    pieces = np.concatenate(
+        [find_pieces(folder, files, wanted[rank], slice(rank, None, world)) for rank in range(world)]
+    )
+    assert len(opened) == world
+    for shards in wanted:
+        made = {name: Shard(torch.empty_like(s.local), s.first, s.shape) for name, s in shards.items()}
+        load_checkpoint(folder, files, made, pieces)
+        assert all(torch.equal(made[name].local, shards[name].local) for name in shards)
+    assert len(opened) == 2 * world
+    for others in (pieces[1:], np.concatenate([pieces, pieces[:1]])):
+        with pytest.raises(CheckpointError, match="has 8 rows, the files hold "):
+            load_checkpoint(folder, files, wanted[0], others)
+    with pytest.raises(CheckpointError, match="which the model needs, is missing"):
+        load_checkpoint(folder, files, wanted[0], pieces[pieces[:, 0] > 0])
+
+
+def test_only_the_rows_asked_for_are_read(remote: RunDir, server: ObjectStore, tmp_path: Path) -> None:
+    tensors = {"big": torch.randn(1000, 64), "empty": torch.empty(0, 3), "half": torch.randn(4, 6).half()}
+    save_file(tensors, tmp_path / "rank-00000.safetensors", {"k": "v"})
+    stored = remote.storage.deliver(1, tmp_path / "rank-00000.safetensors")
+    with open_tensors(stored) as opened:
+        assert set(opened.keys()) == set(tensors) and opened.metadata() == {"k": "v"}
+        for name, tensor in tensors.items():
+            rows = opened.get_slice(name)
+            assert rows.get_shape() == list(tensor.shape)
+            for first, last in ((0, len(tensor)), (1, 3), (2, 2), (0, 0)):
+                assert torch.equal(rows[first:last], tensor[first:last]) and rows[first:last].dtype == tensor.dtype
+        server.requests.clear()
+        opened.get_slice("big")[10:20]
+        assert len(server.requests) == 1
+
+
+def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
+    save(remote.storage, 1)
+    save(remote.storage, 2)
+    path, draw = remote.checkpoint(2) / "rank-00001.safetensors", random.Random(1)
+    good = path.read(0, path.stat().st_size)
+    for _ in range(3):
+        bad = bytearray(good)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        path.fs.pipe_file(path.key, bytes(bad))
+        assert checkpoint_problems(path.parent) == [f"{path} is damaged: its checksum differs from the manifest's"]
+        assert survey(remote)["resume"] == 1
+    path.fs.rm_file(path.key)
+    assert checkpoint_problems(path.parent) == [f"{path} is missing"]
+    with (
+        pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"),
+        CheckpointReader(path.parent),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8 + b"{}", b"\x20" + b"\0" * 7 + b"{}"])
+def test_a_file_that_is_not_of_safetensors_is_a_checkpoint_error(content: bytes, remote: RunDir) -> None:
+    save(remote.storage, 1)
+    path = remote.checkpoint(1) / "rank-00001.safetensors"
+    path.fs.pipe_file(path.key, content)
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"):
+        CheckpointReader(path.parent)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"connect_timeout": 1, "read_timeout": 0.5, "retries": {"total_max_attempts": 2, "mode": "standard"}}
+    monkeypatch.setitem(storage_module.OPTIONS, "s3", {"config_kwargs": options})
+
+
+READING: dict[str, Callable[[RunDir], Any]] = {
+    "listing": lambda run: run.storage.steps(),
+    "verifying": lambda run: checkpoint_problems(run.checkpoint(1)),
+    "loading": lambda run: load_alone(run.checkpoint(1), shards_of_rank(0)),
+    "saving": lambda run: save(run.storage, 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.usefixtures("impatient")
+def test_a_store_that_refuses_is_an_error_and_no_checkpoint_is_called_damaged(
+    name: str, remote: RunDir, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    answer, words = REFUSALS[name]
+    save(remote.storage, 1)
+    noticed = []
+    for action in READING.values():
+        began = time.monotonic()
+        with server.times(-1, answer), pytest.raises(StorageError, match=words):
+            action(remote)
+        assert len(server.requests) <= 12
+        noticed.append(time.monotonic() - began)
+    fault_table.add(f"S3 refuses: {name}", len(noticed), len(noticed), noticed)
+    assert remote.storage.steps() == [1] and checkpoint_problems(remote.checkpoint(1)) == []
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("answer", [INTERNAL, SLOW_DOWN], ids=["500", "503"])
+def test_one_refusal_is_tried_again(answer: Any, remote: RunDir, server: ObjectStore) -> None:
+    with server.times(1, answer, "PUT"):
+        save(remote.storage, 1)
+    with server.times(1, answer, "GET"):
+        assert remote.storage.steps() == [1]
+    assert checkpoint_problems(remote.checkpoint(1)) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_store_takes_longer_and_nothing_else(
+    remote: RunDir, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    with server.slow(0.2):  # each answer; 0.5 s are none
+        save(remote.storage, 1)
+        assert remote.storage.steps() == [1]
+    assert checkpoint_problems(remote.checkpoint(1)) == []
+    fault_table.add("S3 answers slowly", 1, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_store_without_an_answer_is_an_error_after_some_tries(
+    remote: RunDir, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    began = time.monotonic()
+    with server.slow(1.2), pytest.raises(StorageError, match="the store does not answer"):
+        remote.storage.steps()
+    assert len(server.requests) <= 10
+    fault_table.add("S3 does not answer", 1, 1, [time.monotonic() - began])
+
+
+def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, server: ObjectStore) -> None:
+    run = RunDir(tmp_path, "s3://no-such-bucket/run")
+    with pytest.raises(StorageError, match=r"no such bucket: create it, or correct the URL"):
+        run.storage.remove_leftovers()
+
+
+def test_abandoned_uploads_are_aborted_at_the_next_start(remote: RunDir) -> None:
+    fs, prefix = remote.storage.root.fs, remote.storage.root.key.partition("/")[2]  # type: ignore[attr-defined]
+    for key in (f"{prefix}/step-00000001/rank-00000.safetensors", "elsewhere"):
+        fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
+    remote.storage.remove_leftovers()
+    left = fs.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["elsewhere"]
+    fs.clear_multipart_uploads(BUCKET)
+
+
+@pytest.mark.parametrize("place", ["S3://bucket/run", "s3:/bucket/run", " s3://bucket/run"])
+def test_a_place_that_is_almost_a_url_is_no_folder(place: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"):
+        load(write_recipe(tmp_path, checkpoint__path=place))
+
+
+def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tmp_path: Path) -> None:
+    def plan_with(**keys: Any) -> Plan:
+        keys = {f"checkpoint__{key}": value for key, value in keys.items()}
+        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
+
+    earlier = plan_with()
+    for step, folder in ((2, earlier.rundir.checkpoints), (1, tmp_path / "elsewhere")):
+        (folder / checkpoint_name(step)).mkdir(parents=True)
+    earlier.rundir.plan.write_text(earlier.to_json())
+    with pytest.raises(
+        RecipeError, match=r"up to step 2, and there are none newer than that of step 1 in .*elsewhere: co"
+    ):
+        inspect_earlier_attempts(plan_with(path=str(tmp_path / "elsewhere")).rundir, earlier)
+    fresh = plan_with(path=str(tmp_path / "elsewhere"), resume="never")
+    shutil.rmtree(earlier.rundir.root)
+    with (
+        pytest.raises(RecipeError, match="holds the checkpoints of another run"),
+        claim_run_dir(fresh, "", fresh=False),
+    ):
+        pass
+
+
+def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: Path, server: ObjectStore) -> None:
+    place = f"s3://{BUCKET}/{tmp_path.name}/run"
+
+    def claim(output_dir: str = "a", lr: float = 3e-4, seed: int = 0) -> contextlib.AbstractContextManager[Any]:
+        return claim_run_dir(plan(output_dir, lr, seed), "", fresh=False)
+
+    def plan(output_dir: str, lr: float, seed: int = 0) -> Plan:
+        keys = {"checkpoint__path": place, "output_dir": str(tmp_path / output_dir), "optim__lr": lr, "seed": seed}
+        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
+
+    refused = f"checkpoint.path: {place} holds the checkpoints of "
+    with claim() as found:
+        assert found.step == 0
+    first = plan("a", 3e-4)
+    store, storage = first.rundir.checkpoint_store, first.rundir.storage
+    assert store and marked_run(store) == str(tmp_path / "a")
+    storage.remove_leftovers()
+    files = write(storage, 2)
+    storage.publish(2, Manifest(FORMAT_VERSION, 2, 2, first.digest(), first.identity(), files).sealed())
+    before = store.names()
+    assert before == [".fsdptrain", "step-00000002/"] and storage.steps() == [2]
+    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a; choose another"), claim("b", 1e-3):
+        pass
+    with claim(lr=1e-3) as found:  # its own, with a change that it can name
+        assert found.step == 2
+    shutil.rmtree(tmp_path / "a")  # another machine
+    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a on another machine, "), claim(seed=7):
+        pass
+    assert not (tmp_path / "b").exists() and not (tmp_path / "a").exists() and store.names() == before
+    with claim(lr=1e-3) as found:
+        assert found.step == 2
+    (store / ".fsdptrain").fs.rm_file((store / ".fsdptrain").key)  # as an earlier version left it
+    with pytest.raises(RecipeError, match=f"{refused}another run; choose another"), claim("b", 1e-3):
+        pass
+    with claim() as found:
+        assert found.step == 2 and marked_run(store) == str(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("ftp://host/x", "is not supported: use s3://"),
+        ("s3://bucket/", "write s3://BUCKET/FOLDER"),
+        ("s3://bucket/a::b", "fsspec reads '::' as a chain of two places: rename it"),
+        ("s3://bucket/../other", "write s3://BUCKET/FOLDER"),
+        ("gs://bucket/x", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
+    ],
+)
+def test_a_url_that_cannot_be_used(url: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=words) as refused:
+        load(write_recipe(tmp_path, checkpoint__path=url))
+    assert [problem.field for problem in refused.value.problems] == ["checkpoint.path"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "S3://bucket/runs", "s3:/bucket/runs"])
+def test_a_run_folder_is_on_a_disk(url: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"output_dir: '[sS]3:.*' is not a folder: .*\(checkpoint.path\)"):
+        load(write_recipe(tmp_path, output_dir=url))
+
+
+def test_a_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "--out", "s3://bucket/run"])
+    assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)
+
+
+def recipe_for(tmp: Path, name: str, place: str | None) -> Path:
+    """Write a recipe of two ranks that saves every two steps."""
+    checkpoints = {"checkpoint__every": 2, "checkpoint__keep": 1, "checkpoint__path": place}
+    schedule = {"schedule__name": "constant", "schedule__warmup": 0}
+    recipe = write_recipe(tmp, output_dir=str(tmp / name), export__at_end=False, **schedule, **checkpoints)
+    return recipe.rename(tmp / f"{name}.yaml")
+
+
+@pytest.mark.soak
+def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_in_a_folder(
+    tmp_path: Path, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    place = f"s3://{BUCKET}/{tmp_path.name}/run"
+    local, remote = recipe_for(tmp_path, "local", None), recipe_for(tmp_path, "remote", place)
+    run, uploading = RunDir(tmp_path / "remote", place), threading.Event()
+
+    def stall_second_save(method: str, path: str) -> Answer | None:
+        if method == "PUT" and "step-00000004/rank-00001" in path:
+            uploading.set()
+            time.sleep(20)
+            return INTERNAL  # to nobody: else the object would appear in the middle of the next run
+        return None
+
+    command = [sys.executable, "-m", "fsdptrain", "run", str(remote), "train.steps=6"]
+    with server.failing(stall_second_save):
+        process = Command(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        assert uploading.wait(300)
+        for pid in (*processes_using(run.root), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert run.checkpoint_steps() == [2] and checkpoint_problems(run.checkpoint(2)) == []
+    for recipe in (remote, local):
+        done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(run.root, "resume")] == [2]
+    assert RunDir.open(run.root).checkpoint_path == place
+    assert run.checkpoint_steps() == [6] and run.storage.other_names() == ([], [])
+    assert not list(run.root.rglob("rank-*.safetensors"))  # nothing stays on the disk
+    done = fsdptrain("verify", run.root, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["resume"] == 6, done.stderr
+    for name in ("local", "remote"):
+        done = fsdptrain("export", tmp_path / name, "--out", tmp_path / f"{name}-export")
+        assert done.returncode == 0, done.stderr
+    weights = [(tmp_path / f"{name}-export" / "model.safetensors").read_bytes() for name in ("local", "remote")]
+    assert weights[0] == weights[1]
+    fault_table.add("S3: killed in mid-upload", 1, 1)
+    done = fsdptrain("run", remote, "train.steps=8", "checkpoint.path=null", timeout=300)
+    assert done.returncode == 2 and "the checkpoints of this run are in s3://" in " ".join(done.stderr.split())
+
+
+@pytest.mark.soak
+def test_a_run_whose_store_refuses_ends_with_one_clear_error(tmp_path: Path, server: ObjectStore) -> None:
+    place = f"s3://{BUCKET}/{tmp_path.name}/run"
+    recipe = recipe_for(tmp_path, "remote", place)
+    with server.times(-1, FORBIDDEN, "PUT"):  # the right to read, but not to write
+        done = fsdptrain("run", recipe, "train.steps=4", timeout=300)
+    assert done.returncode == 6 and "access is refused: check the credentials" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr and not events(tmp_path / "remote", "step")
+    with server.times(-1, EXPIRED, "rank-"):  # the credentials expire during the first save
+        done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
+    assert done.returncode == 6 and "which may have expired" in " ".join(done.stderr.split())
+    assert RunDir(tmp_path, place).checkpoint_steps() == []
+    done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
+    assert done.returncode == 0 and RunDir(tmp_path, place).checkpoint_steps() == [6], done.stderr
