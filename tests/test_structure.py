@@ -21,7 +21,7 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "run_folder", "terminal", "config", "plan", "trackers", "data", "model", "parallel",
-    "checkpoint", "launch", "train", "forecast", "report", "inference", "validate",
+    "checkpoint", "launch", "report", "train", "forecast", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
     "", "run_folder", "terminal", "config", "plan", "trackers", "launch", "report",

@@ -22,9 +22,9 @@ import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.launch.device_errors import first_line_of
-from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
+from fsdptrain.report.next_steps import next_steps
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
