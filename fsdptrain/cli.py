@@ -247,9 +247,9 @@ def run(
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
         from fsdptrain.report.next_steps import next_steps
+        from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.terminal.screen import Screen
-        from fsdptrain.trackers.supervisor import tracked
 
         started, launched = time.monotonic(), find_launcher(os.environ)
         rundir, topology = plan.rundir, plan.topology
@@ -916,14 +916,12 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next."""
     from fsdptrain.report.next_steps import next_steps
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.trackers.supervisor import Trackers
 
     rundir = plan.rundir
     with Screen() as screen:
         for fault in earlier.faults:
             screen.say(f"note: {fault}")
         screen.say(f"the run in {rundir.root} is finished ({earlier.step} steps): nothing was trained")
-        Trackers(plan, screen.say).catch_up()
     screen.paste(next_steps(plan, sys.argv[1:]))
 
 

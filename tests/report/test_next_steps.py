@@ -18,8 +18,8 @@ from fsdptrain.config.reader import load
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.trackers.follower import TrackerState
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -22,11 +22,11 @@ from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.status import Observer, is_locked, list_runs, observe, show_runs, status_lines
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.events import progress_record, record_error, record_restart
 from fsdptrain.run_folder.ownership import write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
-from fsdptrain.trackers.follower import TrackerState
 
 HERE = socket.gethostname()
 STEP = {
