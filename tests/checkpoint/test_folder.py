@@ -45,10 +45,10 @@ from fsdptrain.launch.run_lock import (
     lock_for_export,
     would_include,
 )
-from fsdptrain.launch.status import is_locked, observe
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import child_command
+from fsdptrain.report.status import is_locked, observe
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.ownership import (
     asset_names,
