@@ -233,7 +233,7 @@ def run(
                 plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
-            from fsdptrain.launch.notify_nodes import tell_other_nodes
+            from fsdptrain.failures.notify_nodes import tell_other_nodes
 
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
