@@ -791,8 +791,8 @@ def init(
         raise RecipeError(f"{dest} exists already and is not overwritten")
     if not data or model is None:
         raise RecipeError("give --data and --model")
-    from fsdptrain.data.init_recipe import read_starter
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.init_recipe import read_starter
     from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
