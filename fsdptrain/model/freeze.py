@@ -20,7 +20,6 @@ from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.peft import (
     adapted_layers,
     adapted_name,
-    base_name,
     inject,
     is_adapter,
     is_pattern,
@@ -85,28 +84,6 @@ def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
         if not matched:
             raise RecipeError(f"model.trainable: {pattern!r} matches no parameter{_nearest(pattern, params)}")
         found += matched
-    return found
-
-
-def kept_whole(model: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
-    """Return the parameters of a skeleton, after `freeze`, that every rank keeps whole (`fsdp.ignore`), by name.
-
-    Adapters are no candidates, and the scales of a quantised weight follow it. Raises RecipeError if a pattern matches
-    nothing, or a parameter that is trained.
-    """
-    params = dict(model.named_parameters(remove_duplicate=False))
-    plain = {name: base_name(name).replace(".absmax", ".weight") for name in params if not is_adapter(name)}
-    found: dict[str, nn.Parameter] = {}
-    for pattern in recipe.fsdp.ignore:
-        matched = [name for name, known in plain.items() if _matches(known, pattern)]
-        if not matched:
-            raise RecipeError(f"fsdp.ignore: {pattern!r} matches no parameter{_nearest(pattern, plain.values())}")
-        if trained := [plain[name] for name in matched if params[name].requires_grad]:
-            raise RecipeError(
-                f"fsdp.ignore: {pattern!r} matches {trained[0]}, which is trained: only a sharded parameter's gradient "
-                "is summed over the ranks; name frozen parameters, or use fsdp.strategy: NO_SHARD"
-            )
-        found |= {name: params[name] for name in matched}
     return found
 
 

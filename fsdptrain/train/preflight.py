@@ -23,7 +23,7 @@ from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.flops import expert_count, model_flops
-from fsdptrain.model.freeze import check_experts_in_one_unit, freeze, kept_whole, quantised_ids, unquantised_note
+from fsdptrain.model.freeze import check_experts_in_one_unit, freeze, quantised_ids, unquantised_note
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name, check_adapter_file
@@ -193,7 +193,6 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, f
     with _collected(problems):
         check_base_config(plan, config)
     with _collected(problems):
-        kept_whole(trained, plan.recipe)
         units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     with _collected(problems):
