@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -655,23 +654,6 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
         curve(run, 2, 1)
         found[name] = list(log)
         found[f"{name}, recorded"] = recorded()[before:]
-    return found
-
-
-def groups_of_gathers(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train each variant; return its curve, the process groups it made, and the sizes of the groups that gathered."""
-    found = {}
-    for name, overrides in variants.items():
-        before = set(dist.distributed_c10d._world.pg_map)
-        run = build(recipe, overrides)
-        sizes = {group.group_name: group.size() for group in dist.distributed_c10d._world.pg_map}
-        already = len(ISSUED)
-        made = curve(run, steps)
-        gathers = Counter(sizes[each.group] for each in [*ISSUED][already:] if each.kind == "all-gather")
-        held = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
-        sharded = all(isinstance(param, DTensor) for param in run.engine.model.parameters())
-        groups = len(set(dist.distributed_c10d._world.pg_map) - before)
-        found[name] = {"curve": made, "groups": groups, "gathers": gathers, "eval": held, "sharded": sharded}
     return found
 
 

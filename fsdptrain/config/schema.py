@@ -294,13 +294,6 @@ class Fsdp:
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
         unset="NONE",
     )
-    reshard_after_forward: int | None = key(
-        None,
-        "ranks in a group that keeps a unit's weights after forward, each a part, so that backward gathers from them "
-        "alone, such as those of a node; null: each keeps its shard",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
-        at_least=2,
-    )
     forward_prefetch: int = key(
         0,
         "extra units to gather ahead in forward",

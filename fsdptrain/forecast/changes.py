@@ -22,7 +22,7 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, may_reshard_to, varied
+from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
 from fsdptrain.run_folder.records import Record
 from fsdptrain.text import seconds, size
 
@@ -125,8 +125,6 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.accumulation"] = "reduce"
     if ladder.offload:
         wanted["fsdp.ignore"] = []
-    if fsdp.reshard_after_forward and not may_reshard_to(fsdp.reshard_after_forward, ranks):
-        wanted["fsdp.reshard_after_forward"] = None
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
     unused = unused_with("fsdp.strategy", ladder.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}

@@ -35,7 +35,6 @@ from fsdptrain.parallel.patches import (
     keeps_integers,
     leave_open,
     name_collectives,
-    resharding_to,
     takes_two_dtypes,
 )
 from fsdptrain.parallel.recompute import KERNELS, recompute
@@ -103,11 +102,9 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "ignored_params": {*kept_whole(model, plan.recipe).values()} or None,
     }
     reshard = fsdp.strategy.reshards
-    with resharding_to(world.reshard_mesh):
-        for unit in units:
-            # The head runs last in forward and first in backward: it would be gathered again at once.
-            after = (fsdp.reshard_after_forward or reshard) if unit.name != "head" else False
-            fully_shard(unit.modules, reshard_after_forward=after, **policies)
+    for unit in units:
+        # The head runs last in forward and first in backward: it would be gathered again at once.
+        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
     fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
     # Gradients are summed, not averaged: the loss is already divided by the label tokens of the global batch.
     for module in model.modules():

@@ -599,17 +599,8 @@ def _shard_size(recipe: Recipe, topology: Topology) -> int:
     return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
 
 
-def may_reshard_to(group: int, shard_size: int) -> bool:
-    """Return whether groups of this many of the ranks that share a copy may keep gathered weights after forward."""
-    return 1 < group < shard_size and shard_size % group == 0
-
-
 def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    size, world, group = _shard_size(recipe, topology), topology.world_size, recipe.fsdp.reshard_after_forward
-    if world % size == 0 and group is not None and not may_reshard_to(group, size):
-        way_out = ", ".join(["use null", *(str(n) for n in range(2, min(size, 1024)) if may_reshard_to(n, size))])
-        message = f"{group} is no part of the {counted(size, 'rank')} that share a copy of the model; {way_out}"
-        return [Problem(message, "fsdp.reshard_after_forward")]
+    size, world = _shard_size(recipe, topology), topology.world_size
     if world % size == 0:
         return []
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]

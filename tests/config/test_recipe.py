@@ -93,7 +93,6 @@ fsdp:
   wrap: auto
   mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: null}
   backward_prefetch: BACKWARD_PRE
-  reshard_after_forward: null
   forward_prefetch: 0
   accumulation: reduce
   bucket_cap_mb: null
@@ -932,11 +931,6 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             ["fsdp.ignore=[embed]", "model.trainable=[head]", "fsdp.cpu_offload=true"],
             "fsdp.ignore",
             "not possible with fsdp.cpu_offload",
-        ),
-        (
-            ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.reshard_after_forward=2"],
-            "fsdp.reshard_after_forward",
-            "only with FULL_SHARD or HYBRID_SHARD",
         ),
         (
             ["fsdp.mixed_precision.param_dtype=fp16", "model.dtype=bfloat16"],

@@ -44,15 +44,14 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
         "FULL_SHARD": {"fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.bucket_cap_mb": None},
         "SHARD_GRAD_OP": {
             "fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE",
-            "fsdp.reshard_after_forward": None, "fsdp.bucket_cap_mb": None,
+            "fsdp.bucket_cap_mb": None,
         },
         "HYBRID_SHARD": {"fsdp.bucket_cap_mb": None},
         "HYBRID_SHARD_ZERO2": {
-            "fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None, "fsdp.bucket_cap_mb": None,
+            "fsdp.backward_prefetch": "NONE", "fsdp.bucket_cap_mb": None,
         },
         "NO_SHARD": {
             "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
-            "fsdp.reshard_after_forward": None,
             "fsdp.ignore": [],
         },
     }  # fmt: skip

@@ -109,20 +109,6 @@ def test_experts_in_float32_are_forecast(tmp_path: Path) -> None:
     assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
 
 
-def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:
-    changes = [{}, {"fsdp__reshard_after_forward": 2}, {"fsdp__strategy": "SHARD_GRAD_OP"}]
-    plans = [plan_of(tmp_path, train__global_batch_size=8, **each) for each in changes]
-    traces = [on_fake(plan) for plan in plans]
-    peaks = [peak(trace, HOST) for trace in traces]
-    own, groups, kept = (each.allocated for each in peaks)
-    assert own < groups < kept and math.isclose(groups, on_real(plans[1]), rel_tol=5e-3)
-    shards, divided = (each.by_category["gathered parameters"] for each in peaks[:2])
-    assert divided - shards > 0.8 * (groups - own), "they are counted as what they are"
-    gathers = {(each.kind, each.ranks): each.count for each in traffic(traces[1].all(), 4)}
-    layers = SMALL["num_hidden_layers"]
-    assert gathers["all-gather", 2] == layers and gathers["all-gather", 4] == layers + 3  # and that of the numbers
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.soak if kind != "adamw_8bit" else ()) for kind in OptimizerKind]
 )
