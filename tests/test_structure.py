@@ -20,11 +20,11 @@ from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
-    "", "run_folder", "terminal", "config", "plan", "trackers", "data", "model", "parallel", "failures",
-    "checkpoint", "launch", "train", "forecast", "report", "inference", "validate",
+    "", "run_folder", "terminal", "config", "plan", "data", "model", "parallel", "failures",
+    "checkpoint", "launch", "report", "train", "forecast", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
-    "", "run_folder", "terminal", "config", "plan", "trackers", "launch", "report",
+    "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",

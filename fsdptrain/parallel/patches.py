@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fsdptrain.model.context import AllToAll
+from fsdptrain.model.varlen import AllToAll
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 

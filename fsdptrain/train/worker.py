@@ -23,13 +23,13 @@ import transformers
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.failures.translate import as_fsdptrain_error, first_line_of, record_failure, write_error_file
 from fsdptrain.failures.watchdog import Watchdog
-from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
+from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.trackers.supervisor import tracked
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 

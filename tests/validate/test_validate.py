@@ -27,8 +27,8 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
+from fsdptrain.model.adapters import freeze
 from fsdptrain.model.config import load_config
-from fsdptrain.model.freeze import freeze
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, draft_plan, varied
