@@ -123,6 +123,7 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
     if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
         wanted["fsdp.accumulation"] = "reduce"
+
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
     unused = unused_with("fsdp.strategy", ladder.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
