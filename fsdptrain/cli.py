@@ -766,7 +766,7 @@ def _opened_model(
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
-    from fsdptrain.config.reflection import json_schema
+    from fsdptrain.config.keys import json_schema
 
     _print_json(json_schema())
 

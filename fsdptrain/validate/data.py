@@ -24,8 +24,7 @@ from fsdptrain.data.sources import bytes_to_download, count_files, data_objects,
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.data.windows import of_first_window, windows_note
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
-from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.model.config import position_limit
+from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
