@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
 from fsdptrain.config.keys import KEYS, value_at, value_text
@@ -15,7 +15,7 @@ from fsdptrain.config.mixture import KEYS as SOURCE_KEYS
 from fsdptrain.config.mixture import mixture_problems, sources_of
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
-from fsdptrain.config.schema import MAX_NODES, Data, Recipe, node_range
+from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import Problem
 
@@ -47,38 +47,39 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     of_data = {path for path in where if path.startswith("data.")} if recipe.data.sources else set()
     yield from _unmet_needs(recipe, where.keys() - of_data)
     yield from path_problems(recipe)
+    yield from _model_problems(recipe, where)
+    yield from _adapter_problems(recipe, where)
+    if recipe.data.sources:
+        yield from _mixture_problems(recipe, of_data)
+    else:
+        yield from _data_problems(recipe)
+        yield from _preference_problems(recipe)
+    yield from _window_problems(recipe)
+    yield from _held_out_problems(recipe)
+    yield from _fsdp_problems(recipe)
+    yield from _optim_problems(recipe)
+    yield from _float8_problems(recipe)
+    yield from _run_problems(recipe, where)
+
+
+def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems between keys of the top level, `train`, `launch` and `log`."""
+    train, launch, log = recipe.train, recipe.launch, recipe.log
     if "/" in recipe.name or recipe.name in (".", ".."):
         yield Problem(
             f"{value_text(recipe.name)} cannot name a folder: choose a name without `/`, or set output_dir", "name"
         )
-    yield from _model_problems(recipe, where)
-    yield from _adapter_problems(recipe, where)
-    yield from _mixture_problems(recipe, of_data) if recipe.data.sources else _data_problems(recipe)
-    if not recipe.data.sources:
-        yield from _preference_problems(recipe)
-    if recipe.data.window is not None:
-        yield from _window_problems(recipe)
-    if isinstance(recipe.data.eval, dict) and "source" in recipe.data.eval:
-        yield from _held_out_problems(recipe.data, recipe.data.eval["source"])
-    if recipe.eval.best_of is not None and recipe.data.eval:
-        yield from _best_of_problems(recipe)
-    yield from _fsdp_problems(recipe)
-    yield from _context_problems(recipe)
-    yield from _optim_problems(recipe)
-    yield from _float8_problems(recipe)
-    if recipe.train.steps is not None and recipe.train.epochs is not None and "train.epochs" in where:
+    if train.steps is not None and train.epochs is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
-    if recipe.train.steps is None and recipe.train.epochs is None:
+    if train.steps is None and train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
-    yield from _launch_problems(recipe)
-    yield from _tracker_problems(recipe, where)
-    if recipe.log.profile and (problem := profile_problem(recipe, recipe.train.steps)):
-        yield problem
-
-
-def _tracker_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield the problems with `log.trackers`: a library that is not installed, or a key that has no effect."""
-    log = recipe.log
+    least, most = node_range(launch.nnodes)
+    if most > MAX_NODES:
+        yield Problem(f"{most} is too large: must be at most {MAX_NODES}", "launch.nnodes")
+    if isinstance(launch.nnodes, str) and least >= most:
+        yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
+    if most == 1 and launch.rdzv_endpoint is not None:
+        yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
     beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
     for name in beside:
         found = importlib.util.find_spec(name)
@@ -88,6 +89,8 @@ def _tracker_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
         yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
     if log.project is not None and not beside:
         yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
+    if log.profile and (problem := profile_problem(recipe, train.steps)):
+        yield problem
 
 
 PROFILE = "log.profile"
@@ -132,27 +135,6 @@ def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
             break
 
 
-def _context_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems with ranks that share a row."""
-    size, seq_len, kernel = recipe.parallel.context, recipe.data.seq_len, recipe.model.attn_implementation
-    if size > 1 and kernel not in ("auto", "sdpa"):
-        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
-    if size > 1 and seq_len % size:
-        yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
-
-
-def _launch_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems with `launch`."""
-    launch = recipe.launch
-    least, most = node_range(launch.nnodes)
-    if most > MAX_NODES:
-        yield Problem(f"{most} is too large: must be at most {MAX_NODES}", "launch.nnodes")
-    if isinstance(launch.nnodes, str) and least >= most:
-        yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
-    if most == 1 and launch.rdzv_endpoint is not None:
-        yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
-
-
 def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield the problems between keys of `model`."""
     model = recipe.model
@@ -165,15 +147,12 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             )
         if model.init == "pretrained" and "model.init" in where:
             yield Problem("there are no weights to load without model.id: use init: random", "model.init")
-    elif model.revision is not None and _exists(model.id):
+    elif model.revision is not None and os.path.lexists(expanded(model.id)):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
-    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}"):
-        is_model = _exists(f"{model.id}/config.json")
+    if model.id is not None and os.path.lexists(expanded(f"{model.id}/{ADAPTER_CONFIG}")):
         yield Problem(
-            f"{model.id} has an adapter beside its weights ({ADAPTER_CONFIG}), which transformers adds when it opens "
-            "them: move the adapter's files to a folder of their own, and name that in adapter.from to train it further"
-            if is_model
-            else f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
+            f"{model.id} has an adapter ({ADAPTER_CONFIG}), which transformers would add to the model: name a folder "
+            "with the model alone here, and one with the adapter in adapter.from to train it further",
             "model.id",
         )
     if any(not token.strip() for token in model.add_tokens):
@@ -234,22 +213,12 @@ def one_row_if_packed(recipe: Recipe) -> bool:
     return not recipe.documents_share_sequences or recipe.train.micro_batch_size == 1
 
 
-def _exists(path: str) -> bool:
-    """Return whether a path exists on this machine."""
-    try:
-        return Path(expanded(path)).exists()
-    except OSError:  # too long for a file name
-        return False
-
-
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between keys of `data`."""
     data = recipe.data
     fields = (*data.format.fields, *data.format.optional)
     if data.path is None:
         yield Problem("is not set: give a file, a glob, a folder, a list of them, or a Hub data set", "data.path")
-    if data.chat_template is not None and not data.chat_template.strip():
-        yield Problem("is empty: give a file or the text of a template, or remove the key", "data.chat_template")
     for name in data.columns:
         if name not in fields:
             yield Problem(
@@ -307,44 +276,37 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
 
 
 def _window_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between `data.window`, which is set, and what needs all of the data before the first step."""
-    data, model = recipe.data, recipe.model
-    held_out = data.eval if isinstance(data.eval, dict) else {}
-    trains_tokenizer = isinstance(model.tokenizer, dict)
-    for is_set, fault in (
-        (bool(data.sources), "data.sources is not read in windows: name all files in data.path"),
-        (
-            "fraction" in held_out,
-            "data.eval: fraction holds out rows of all data: name held-out files in data.eval.path",
-        ),
-        (data.drop_duplicates, "data.drop_duplicates compares the rows of all data: remove one of the two"),
-        (data.max_rows is not None, "data.max_rows counts the rows of all data: name fewer files in data.path"),
-        (
-            recipe.train.objective == "dpo",
-            "train.objective: dpo computes the reference of all data first: remove this key",
-        ),
-        (trains_tokenizer, "model.tokenizer: {train} reads all data: train it before, and name its folder there"),
-    ):
-        if is_set:
-            yield Problem(fault, "data.window")
+    """Yield the problems between `data.window` and what needs all of the data before the first step."""
+    data = recipe.data
+    needs_all = {
+        "data.sources": bool(data.sources),
+        "data.eval: {fraction}": "fraction" in (data.eval or {}),
+        "data.drop_duplicates": data.drop_duplicates,
+        "data.max_rows": data.max_rows is not None,
+        "train.objective: dpo": recipe.train.objective == "dpo",
+        "model.tokenizer: {train}": isinstance(recipe.model.tokenizer, dict),
+    }
+    for key, is_set in needs_all.items():
+        if is_set and data.window is not None:
+            yield Problem(f"{key} needs all data before the first step: remove one of the two", "data.window")
 
 
-def _held_out_problems(data: Data, named: str) -> Iterator[Problem]:
-    """Yield the problem with `source` of `data.eval`, which is set, unless it is one of several sources."""
-    names = [each.name for each in sources_of(data)]
-    if not data.sources:
+def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems with names of sources in `data.eval` and `eval.best_of`."""
+    data, best_of, held_out = recipe.data, recipe.eval.best_of, recipe.data.eval or {}
+    names = [source.name for source in sources_of(data)]
+    if "source" in held_out and not data.sources:
         yield Problem("source has no effect without data.sources: remove it", "data.eval")
-    elif named not in names:
-        yield Problem(f"source: {value_text(named)} is not one of the sources {', '.join(names)}", "data.eval")
-
-
-def _best_of_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problem with `eval.best_of`, which is set, unless it is one of several sources with held-out rows."""
-    names = [source.name for source in sources_of(recipe.data)] if "fraction" in recipe.data.eval else []
-    if len(names) < 2:
+    elif "source" in held_out and held_out["source"] not in names:
+        yield Problem(
+            f"source: {value_text(held_out['source'])} is not one of the sources {', '.join(names)}", "data.eval"
+        )
+    if best_of is None or not held_out:
+        return
+    if "fraction" not in held_out or len(names) < 2:
         yield Problem("has no effect: the held-out rows are of one source (data.eval): remove it", "eval.best_of")
-    elif recipe.eval.best_of not in names:
-        message = f"{value_text(recipe.eval.best_of)} is no source with held-out rows: use one of {', '.join(names)}"
+    elif best_of not in names:
+        message = f"{value_text(best_of)} is no source with held-out rows: use one of {', '.join(names)}"
         yield Problem(message, "eval.best_of")
 
 
@@ -374,8 +336,17 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
     kind, adapter, dtypes = recipe.train.float8, recipe.adapter.kind, recipe.fsdp.mixed_precision
     if kind is None:
         return
-    if fault := _library_fault(*FLOAT8_LIBRARY):
-        yield Problem(f"{kind} {fault}: pip install 'fsdptrain[float8]'", "train.float8")
+    library, (major, minor) = FLOAT8_LIBRARY
+    try:
+        found = version(library)
+    except PackageNotFoundError:
+        found = "none"
+    if [int(number) for number in re.findall(r"\d+", found)[:2]] < [major, minor]:
+        yield Problem(
+            f"{kind} needs {library} {major}.{minor} or newer, and {found} is installed: pip install "
+            "'fsdptrain[float8]'",
+            "train.float8",
+        )
     if adapter or recipe.model.trainable:
         frozen = f"adapter.kind: {adapter}" if adapter else "model.trainable"
         yield Problem(f"{kind} trains all weights, and {frozen} freezes some: remove one of the two", "train.float8")
@@ -394,20 +365,15 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{kind} replaces the layers that fsdp.wrap names, Linear: name decoder layers", "train.float8")
 
 
-def _library_fault(library: str, least: tuple[int, int]) -> str | None:
-    """Return why a library cannot be used, if it is not installed or older than `least`."""
-    try:
-        found = version(library)
-    except PackageNotFoundError:
-        return f"needs {library}, which is not installed"
-    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
-    return None if numbers >= least else f"needs {library} {least[0]}.{least[1]} or newer, and {found} is installed"
-
-
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between keys of `fsdp`, and with the dtype of the master weights."""
-    strategy = recipe.fsdp.strategy
+    """Yield the problems between keys of `fsdp` and `parallel`, and with those of the model and the data."""
+    strategy, kernel = recipe.fsdp.strategy, recipe.model.attn_implementation
+    size, seq_len = recipe.parallel.context, recipe.data.seq_len
     yield from _recomputation_problems(recipe)
+    if size > 1 and kernel not in ("auto", "sdpa"):
+        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
+    if size > 1 and seq_len % size:
+        yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
     if recipe.fsdp.mixed_precision.param_dtype == "float16" and recipe.model.dtype != "float32":
         yield Problem(
             f"float16 needs model.dtype: float32: an unscaled gradient is below what {recipe.model.dtype} can add",
@@ -423,17 +389,10 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between the keys of `fsdp.activation_checkpointing`, and with the attention kernel."""
-    path, kernel = "fsdp.activation_checkpointing", recipe.model.attn_implementation
-    how = recipe.fsdp.recomputation
+    path, kernel, how = "fsdp.activation_checkpointing", recipe.model.attn_implementation, recipe.fsdp.recomputation
     for name in ("offload", "keep_attention"):
-        if getattr(how, name) and how.kind == "none":
-            yield Problem(f"{name} has no effect with kind: none, which recomputes nothing: use kind: full", path)
-    if how.kind == "selective" and how.keep_attention:
-        yield Problem(
-            "keep_attention has no effect with kind: selective, which keeps attention anyway: use kind: full", path
-        )
-    if how.kind == "selective" and how.offload:
-        yield Problem("offload is not possible with kind: selective: use kind: full, with keep_attention", path)
+        if getattr(how, name) and how.kind != "full":
+            yield Problem(f"{name} has no effect with kind: {how.kind}: use kind: full", path)
     if how.keep_attention and how.kind == "full" and kernel not in ("auto", "sdpa"):
         yield Problem(f"keep_attention is not possible with {kernel} attention: use auto or sdpa", path)
 

@@ -12,6 +12,12 @@ from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
+# What several keys need to have an effect.
+GATHERS = {"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]}
+PARTLY_TRAINED = {"data.format": [form for form in Format if form.is_trained_in_part]}
+RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
+DPO = {"train.objective": ["dpo"]}
+
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
     """Declare a recipe key: its default, a sentence that describes it, and its limits.
@@ -85,12 +91,7 @@ class Adapter:
     r: int = key(16, "rank of the adapters", needs="adapter.kind", at_least=1, at_most=2**14)
     alpha: float = key(32.0, "an adapter's output is multiplied by alpha / r", needs="adapter.kind", above=0)
     dropout: float = key(
-        0.0,
-        "share of an adapter's inputs that are set to 0 in training",
-        needs="adapter.kind",
-        unset=0.0,
-        at_least=0,
-        at_most=0.9,
+        0.0, "share of an adapter's inputs that are set to 0", needs="adapter.kind", unset=0.0, at_least=0, at_most=0.9
     )
     target: Any = key(
         "all-linear",
@@ -111,8 +112,6 @@ class Adapter:
     )
 
 
-_CHATS = [form for form in Format if form.is_chat]
-_RENDERED = [form for form in Format if form.renders_chat]
 Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
 
 
@@ -140,10 +139,7 @@ class SourceKeys:
         values=(str, list[str]),
     )
     train_on: Literal["all", "completion"] = key(
-        "completion",
-        "which tokens count in the loss (format text: all)",
-        needs={"data.format": [form for form in Format if form.is_trained_in_part]},
-        unset="all",
+        "completion", "which tokens count in the loss (format text: all)", needs=PARTLY_TRAINED, unset="all"
     )
     separator: str = key(
         "",
@@ -161,14 +157,11 @@ class SourceKeys:
         "all",
         "the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without "
         "their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row",
-        needs={"data.format": _CHATS, "data.train_on": ["completion"]},
+        needs={"data.format": [form for form in Format if form.is_chat], "data.train_on": ["completion"]},
         unset="all",
     )
     chat_template_kwargs: dict[str, Any] = key(
-        {},
-        "values for variables of the chat template, such as {enable_thinking: false}",
-        needs={"data.format": _RENDERED},
-        unset={},
+        {}, "values for variables of the chat template, such as {enable_thinking: false}", needs=RENDERED, unset={}
     )
     drop_duplicates: bool = key(
         False, "of rows that become the same tokens, keep the first, in the order of the sources"
@@ -215,7 +208,7 @@ class Data(SourceKeys):
     chat_template: str | None = key(
         None,
         "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
-        needs={"data.format": _RENDERED},
+        needs=RENDERED,
         any_text=True,
     )
     eval: Any = key(
@@ -288,12 +281,7 @@ class Fsdp:
         unset="NONE",
     )
     forward_prefetch: int = key(
-        0,
-        "extra units to gather ahead in forward",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=0,
-        at_least=0,
-        at_most=16,
+        0, "extra units to gather ahead in forward", needs=GATHERS, unset=0, at_least=0, at_most=16
     )
     accumulation: Literal["reduce", "hold", "hold_shards"] = key(
         "reduce",
@@ -414,23 +402,17 @@ class Dpo:
     """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0."""
 
     beta: float = key(
-        0.1,
-        "how strongly the model is held to the reference: the larger, the closer it stays",
-        needs={"train.objective": ["dpo"]},
-        above=0.0,
+        0.1, "how strongly the model is held to the reference: the larger, the closer it stays", needs=DPO, above=0.0
     )
     label_smoothing: float = key(
         0.0,
         "share of the pairs that are assumed to be labelled the wrong way round (conservative DPO)",
-        needs={"train.objective": ["dpo"]},
+        needs=DPO,
         at_least=0.0,
         at_most=0.5,
     )
     sft_weight: float = key(
-        0.0,
-        "add this times the cross-entropy of each chosen answer, averaged over its tokens",
-        needs={"train.objective": ["dpo"]},
-        at_least=0.0,
+        0.0, "add this times the cross-entropy of each chosen answer, averaged over its tokens", needs=DPO, at_least=0.0
     )
 
 
