@@ -18,9 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import attention, varlen
+from fsdptrain.model import tiles, varlen
+from fsdptrain.model.adapters import freeze, layers_in_nf4
+from fsdptrain.model.attention import avoid_wrong_kernel
 from fsdptrain.model.float8 import convert_to_float8
-from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
@@ -66,12 +67,12 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     freeze(model, recipe)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
-        attention.install()
+        tiles.install()
         use_torch_operators()
     elif world.device.type == "cuda":  # a simulation chooses itself whether masks are built
         find_documents_without_waiting(recipe.documents_share_sequences)
         if recipe.model.attn_implementation == "sdpa":
-            varlen.avoid_wrong_kernel(recipe.data.seq_len)
+            avoid_wrong_kernel(recipe.data.seq_len)
     units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model, plan.compiles)

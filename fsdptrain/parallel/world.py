@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
-from fsdptrain.model.context import Exchange
+from fsdptrain.model.varlen import Exchange
 from fsdptrain.parallel.patches import CONTEXT, SIDE
 from fsdptrain.plan.gpus import bind_near
 from fsdptrain.plan.hardware import card

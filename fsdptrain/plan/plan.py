@@ -91,6 +91,9 @@ class Counts:
         return Counts(self.frozen, 0, 0, self.quantised)
 
 
+HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
+
+
 @dataclass(frozen=True)
 class HubData:
     """A data set on the Hub, as `org/name[:config[:split]][@revision]`."""

@@ -16,11 +16,10 @@ from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, h
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.freeze import quantised_ids
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.adapters import check_adapter_values, quantised_ids
+from fsdptrain.model.attention import flash_fits, supports_flash
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import check_adapter_values
-from fsdptrain.model.skeleton import flash_fits, supports_flash
 from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -56,7 +55,7 @@ def check_model(
         findings.add_note(note)
     if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
         major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        if note := flash.note_before(major):
+        if note := attention.flash_note(major):
             findings.add_note(note)
     model = describe_model(ready.plan, ready.trained, ready.units)
     findings.add_values("model", model, HEADING, *model_lines(model))
@@ -76,7 +75,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     kernel = ready.plan.recipe.model.attn_implementation
     if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
         return None
-    if kernel == "sdpa" and varlen.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
+    if kernel == "sdpa" and attention.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
         return None
     if not (flash_fits(plan) and supports_flash(ready.bare)):
         return None

@@ -26,7 +26,7 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
 from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
-from fsdptrain.model.freeze import freeze
+from fsdptrain.model.adapters import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers

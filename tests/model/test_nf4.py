@@ -27,8 +27,8 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.server import Models
 from fsdptrain.forecast.trace import HOST, Collective
 from fsdptrain.model import nf4
+from fsdptrain.model.adapters import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.config import load_config
-from fsdptrain.model.freeze import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton

@@ -15,8 +15,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.launch.run_lock import check_inputs
 from fsdptrain.model.config import load_config
-from fsdptrain.model.init import seed_of
-from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.skeleton import seed_of, skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, make_plan
 from fsdptrain.plan.topology import Topology, find_topology

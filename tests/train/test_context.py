@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.context import AllToAll
-from fsdptrain.model.skeleton import check_context, skeleton
+from fsdptrain.model.attention import check_context
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.varlen import AllToAll
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology, find_topology
