@@ -408,7 +408,7 @@ def test_a_value_that_the_json_schema_refuses_is_one_problem_with_field_and_way_
     node, seen = node_of(path), 0
     for text in WRONG:
         value = yaml.load(text, RecipeLoader)
-        if violations(node, value) == [] or (isinstance(value, (int, float)) and violations(node, str(value)) == []):
+        if is_valid(node, value) or (isinstance(value, (int, float)) and is_valid(node, str(value))):
             continue  # a number is a text
         for problems in both(tmp_path, path, text):
             assert [p.field for p in problems] == [path], problems
@@ -491,69 +491,28 @@ def test_a_misspelt_key_that_another_needs_is_the_only_problem(tmp_path: Path, p
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("optim.lr", "1e-5", 1e-5),
-        ("optim.lr", "1", 1.0),
-        ("optim.lr", ".5", 0.5),
-        ("optim.lr", "1_000.5", 1000.5),
-        ("schedule.warmup", "100", 100.0),
-        ("train.steps", "1_000", 1000),
-        ("train.steps", "~", None),
-        ("train.compile", "True", True),
-        ("optim.max_grad_norm", "null", None),
-        ("optim.betas", "[0, 0.5]", [0.0, 0.5]),
-        ("checkpoint.every", "null", None),
-        ("name", "yes", "yes"),
-        ("name", "010", "010"),
-        ("name", "12:30:45", "12:30:45"),
-        ("name", '"5"', "5"),
-        ("name", "2024-01-01", "2024-01-01"),
-        ("model.tokenizer", "{train: 257}", {"train": 257}),
-        ("model.tokenizer", "org/name", "org/name"),
-        ("model.config", "{a: {b: [1, 2.5, x, null]}}", {"a": {"b": [1, 2.5, "x", None]}}),
-        ("data.columns", "{text: content}", {"text": "content"}),
+        ("optim.lr", "1e-5", 1e-5), ("optim.lr", "1", 1.0), ("optim.lr", ".5", 0.5), ("optim.lr", "1_000.5", 1000.5),
+        ("train.steps", "1_000", 1000), ("train.steps", "~", None), ("train.compile", "True", True),
+        ("optim.betas", "[0, 0.5]", [0.0, 0.5]), ("checkpoint.every", "null", None), ("name", "yes", "yes"),
+        ("name", "010", "010"), ("name", "12:30:45", "12:30:45"), ("name", '"5"', "5"), ("name", "BF16", "BF16"),
+        ("data.path", "a=b.jsonl", "a=b.jsonl"), ("model.tokenizer", "{train: 257}", {"train": 257}),
+        ("model.config", "{a: {b: [1, 2.5, bf16, null]}}", {"a": {"b": [1, 2.5, "bf16", None]}}),
         ("data.columns", "{text: [title, body]}", {"text": ["title", "body"]}),
-        ("data.eval", "{path: held-out.jsonl}", {"path": "held-out.jsonl"}),
         ("data.eval", "{path: held-out.jsonl, max_rows: 10}", {"path": "held-out.jsonl", "max_rows": 10}),
-        ("data.eval", "{fraction: 0.01}", {"fraction": 0.01}),
-        ("fsdp.wrap", "[LlamaDecoderLayer, LlamaMLP]", ["LlamaDecoderLayer", "LlamaMLP"]),
+        ("data.eval", "{fraction: 0.01}", {"fraction": 0.01}), ("fsdp.wrap", "[A, B]", ["A", "B"]),
         ("fsdp.wrap", "{min_params: 100_000_000}", {"min_params": 100_000_000}),
-        ("fsdp.activation_checkpointing", "{every: 2}", {"every": 2}),
         ("fsdp.activation_checkpointing", "{kind: full, offload: true}", {"kind": "full", "offload": True}),
         ("launch.nproc_per_node", "8", 8),
+        # words in other spellings
+        ("fsdp.strategy", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"), ("fsdp.strategy", "no-shard", "NO_SHARD"),
+        ("fsdp.mixed_precision.param_dtype", "bf16", "bfloat16"), ("model.dtype", "torch.float32", "float32"),
+        ("fsdp.activation_checkpointing", "Full", "full"), ("export.dtype", "fp16", "float16"),
     ],
-)
+)  # fmt: skip
 def test_a_value_is_read_as_what_it_looks_like(tmp_path: Path, path: str, value: str, expected: Any) -> None:
     for written in (read(tmp_path, with_key(path, value)), read(tmp_path, BASE, f"{path}={value}")):
         found = flat(written.recipe)[path]
         assert (found, type(found)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        ("fsdp.strategy", "full_shard", "FULL_SHARD"),
-        ("fsdp.strategy", "hybrid-shard", "HYBRID_SHARD"),
-        ("fsdp.strategy", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"),
-        ("fsdp.backward_prefetch", "backward_post", "BACKWARD_POST"),
-        ("fsdp.mixed_precision.param_dtype", "bf16", "bfloat16"),
-        ("fsdp.mixed_precision.reduce_dtype", "torch.float32", "float32"),
-        ("fsdp.mixed_precision.buffer_dtype", "fp32", "float32"),
-        ("fsdp.activation_checkpointing", "Full", "full"),
-        ("fsdp.wrap", "AUTO", "auto"),
-        ("model.dtype", "BF16", "bfloat16"),
-        ("export.dtype", "fp16", "float16"),
-        ("optim.name", "AdamW", "adamw"),
-    ],
-)
-def test_a_word_in_another_spelling_is_accepted(tmp_path: Path, path: str, value: str, expected: str) -> None:
-    for written in (read(tmp_path, with_key(path, value)), read(tmp_path, BASE, f"{path}={value}")):
-        assert flat(written.recipe)[path] == expected
-
-
-def test_free_text_keeps_its_spelling(tmp_path: Path) -> None:
-    recipe = read(tmp_path, "name: BF16\nmodel: {id: fp32, config: {dtype: bf16}}\ndata: {path: Auto}\n").recipe
-    assert (recipe.name, recipe.model.id, recipe.data.path) == ("BF16", "fp32", "Auto")
-    assert recipe.model.config == {"dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -585,7 +544,7 @@ def test_a_wrong_value_gets_the_likely_one(tmp_path: Path, path: str, value: str
 def test_every_suggested_value_is_one_that_is_taken(tmp_path: Path) -> None:
     for path, meanings in FOREIGN_VALUES.items():
         for written, meant in meanings.items():
-            assert violations(node_of(path), meant) == [] != violations(node_of(path), written), (path, written)
+            assert is_valid(node_of(path), meant) and not is_valid(node_of(path), written), (path, written)
             assert not accepts(path, written) and accepts(path, meant)
 
 
@@ -772,11 +731,6 @@ def test_an_override_reaches_below_the_open_mappings(tmp_path: Path) -> None:
     assert read(tmp_path, BASE, "data.columns.text=content").recipe.data.columns == {"text": "content"}
 
 
-def test_an_override_may_hold_an_equals_sign_and_null(tmp_path: Path) -> None:
-    recipe = read(tmp_path, BASE + "train: {steps: 5}\n", "data.path=a=b.jsonl", "train.steps=null").recipe
-    assert (recipe.data.path, recipe.train.steps) == ("a=b.jsonl", None)
-
-
 def test_an_override_can_complete_the_file(tmp_path: Path) -> None:
     assert read(tmp_path, "data: {path: rows.jsonl}\n", "model.id=org/name").recipe.model.id == "org/name"
 
@@ -848,11 +802,6 @@ def test_a_reference_to_nothing_or_to_itself_is_refused(tmp_path: Path, value: s
     assert {p.field for p in refused(tmp_path, BASE + f'name: "{value}"\n')} == {"name"}
 
 
-def test_a_bad_reference_has_its_line(tmp_path: Path) -> None:
-    problems = refused(tmp_path, BASE + "optim: {betas: '${name}'}\n")
-    assert places(problems) == [("recipe.yaml:3", "optim.betas")]
-
-
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
@@ -890,13 +839,6 @@ def test_an_empty_file_says_what_a_recipe_needs(tmp_path: Path, text: str) -> No
     problems = refused(tmp_path, text)
     assert [p.field for p in problems] == ["model.id", "model.tokenizer", "data.path"]
     assert {p.where for p in problems} == {"recipe.yaml"}
-
-
-def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "touched"
-    tag = f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{target}']]"
-    refused(tmp_path, BASE + f"name: {tag}\n", f"name={tag}")
-    assert not target.exists()
 
 
 @pytest.mark.parametrize(
@@ -944,52 +886,34 @@ def test_what_can_be_honoured_is_read(tmp_path: Path, text: str, path: str, expe
 # --- the JSON Schema -------------------------------------------------------------------------------------------------
 
 
-def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
-    """Return where a value violates a JSON Schema. Only the keywords of the recipe's schema are known; others raise."""
-    unknown = schema.keys() - {
-        *(
-            "$schema",
-            "$id",
-            "title",
-            "description",
-            "default",
-            "type",
-            "properties",
-            "required",
-            "additionalProperties",
-        ),
-        *("items", "enum", "const", "anyOf", "minimum", "exclusiveMinimum", "maximum", "pattern"),
-    }
-    assert not unknown, unknown
-    found = []
-    if "anyOf" in schema and all(violations(option, value, at) for option in schema["anyOf"]):
-        found.append(f"{at}: none of {len(schema['anyOf'])}")
-    if "type" in schema and not _is(schema["type"], value):
-        return [f"{at}: not {schema['type']}"]
-    if "enum" in schema and value not in schema["enum"]:
-        found.append(f"{at}: not one of {schema['enum']}")
-    if "const" in schema and value != schema["const"]:
-        found.append(f"{at}: not {schema['const']}")
-    if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
-        found.append(f"{at}: not {schema['pattern']}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found += [f"{at}: below minimum"] * (value < schema.get("minimum", value))
-        found += [f"{at}: not above minimum"] * ("exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"])
-        found += [f"{at}: above maximum"] * (value > schema.get("maximum", value))
+KINDS = {"object": dict, "array": list, "string": str, "null": type(None), "boolean": bool, "integer": int}
+
+
+def is_valid(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a JSON Schema, of the keywords that the recipe's has, accepts a value."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if "anyOf" in schema and not any(is_valid(option, value) for option in schema["anyOf"]):
+        return False
+    if (kind := schema.get("type")) == "number" and not number:
+        return False
+    if kind in KINDS and (not isinstance(value, KINDS[kind]) or (kind == "integer" and not number)):
+        return False
+    if value not in schema.get("enum", [value]):
+        return False
+    if number and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        return False
+    if number and "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
+        return False
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
     if isinstance(value, list):
-        found += [v for i, item in enumerate(value) for v in violations(schema.get("items", {}), item, f"{at}[{i}]")]
-    if isinstance(value, dict):
-        found += [f"{at}.{name}: missing" for name in schema.get("required", []) if name not in value]
-        for name, item in value.items():
-            inner = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
-            found += [f"{at}.{name}: unknown"] if inner is False else violations(inner, item, f"{at}.{name}")
-    return found
-
-
-def _is(kind: str, value: Any) -> bool:
-    if kind in ("integer", "number"):
-        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
-    return isinstance(value, {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}[kind])
+        return all(is_valid(schema.get("items", {}), item) for item in value)
+    if isinstance(value, dict) and "type" in schema:
+        known, other = schema.get("properties", {}), schema.get("additionalProperties", {})
+        found = [(known.get(name, other), item) for name, item in value.items()]
+        needed = {*schema.get("required", [])} <= value.keys()
+        return needed and all(inner is not False and is_valid(inner, item) for inner, item in found)
+    return True
 
 
 def node_of(path: str) -> dict[str, Any]:
@@ -1015,7 +939,7 @@ def test_a_key_accepts_null_if_it_may_be_null_and_always_its_default() -> None:
 def test_the_json_schema_accepts_the_default_recipe_and_survives_json() -> None:
     schema = json_schema()
     assert json.loads(json.dumps(schema)) == schema
-    assert violations(schema, as_yaml(Recipe())) == []
+    assert is_valid(schema, as_yaml(Recipe()))
 
 
 def test_the_json_schema_has_the_dataclasses_keys_and_defaults() -> None:
@@ -1025,7 +949,7 @@ def test_the_json_schema_has_the_dataclasses_keys_and_defaults() -> None:
         assert schema["additionalProperties"] is False and schema["description"]
     for path, key in KEYS.items():
         assert node_of(path)["description"] == key.limits["doc"]
-        assert violations(node_of(path), node_of(path)["default"]) == []
+        assert is_valid(node_of(path), node_of(path)["default"])
 
 
 # --- imports and shipped recipes -------------------------------------------------------------------------------------
@@ -1041,19 +965,10 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_recipes_are_shipped() -> None:
-    assert {path.stem for path in RECIPES} >= {
-        *("shakespeare", "gsm8k-sft", "llama2-7b-no-shard-4x80gb", "llama2-13b-shard-grad-op-8x80gb"),
-        *("llama3.1-8b-full-shard-8xh100", "llama3.3-70b-full-shard-8xh100", "llama3.3-70b-hybrid-shard-8x8"),
-        *("speakers", "speakers-lora", "toy-200m"),
-        *("qwen3-8b-full-shard-8xh100", "gsm8k-lora", "llama3.1-8b-lora", "llama3.3-70b-lora", "llama3.3-70b-qlora"),
-    }
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_loads(path: Path) -> None:
     recipe = load(path).recipe
-    assert violations(json_schema(), as_yaml(recipe)) == []
+    assert is_valid(json_schema(), as_yaml(recipe))
     workers = recipe.launch.nproc_per_node
     ranks = recipe.launch.nnodes * (2 if workers == "auto" else workers)  # those of the small recipes on a CPU
     assert recipe.train.global_batch_size % (recipe.train.micro_batch_size * ranks) == 0
