@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdptrain.config.dtypes import ComputeDtype, Dtype
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
-from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
+from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, ComputeDtype, Dtype, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
 # What several keys need to have an effect.
