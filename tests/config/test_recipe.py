@@ -589,8 +589,7 @@ def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: py
     assert read(tmp_path, BASE, "optim.name=muon").recipe.optim.momentum == 0.95
     for kind, libraries in {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}.items():
         assert [(p.field, p.message) for p in refused(tmp_path, BASE, f"adapter.kind={kind}")] == [
-            ("adapter.kind", f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{kind}]'")
-            for library in libraries
+            ("adapter.kind", f"{library} is not installed: pip install 'fsdptrain[{kind}]'") for library in libraries
         ]
     assert [p.message for p in refused(tmp_path, BASE, "log.trackers=[mlflow, tensorboard]")] == [
         "mlflow is not installed: pip install 'fsdptrain[mlflow]'"
