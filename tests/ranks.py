@@ -206,7 +206,6 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
                 ),
                 "base": sorted({str(p.dtype) for p in base.values()}),
                 "copied": copied(run.engine.model),
-                "kept whole": sorted(base_name(n) for n, p in base.items() if not isinstance(p, DTensor)),
                 "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
             }
     return found

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import tiles, varlen
-from fsdptrain.model.adapters import freeze, kept_whole, layers_in_nf4
+from fsdptrain.model.adapters import freeze, layers_in_nf4
 from fsdptrain.model.attention import avoid_wrong_kernel
 from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.loss import compute_in_chunks
@@ -100,7 +99,6 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "mesh": world.mesh,
         "mp_policy": precision(fsdp),
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
-        "ignored_params": {*kept_whole(model, plan.recipe).values()} or None,
     }
     reshard = fsdp.strategy.reshards
     for unit in units:
@@ -151,7 +149,7 @@ def use_whole_shards(model: Any, plan: Plan) -> None:
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     for name, param in model.named_parameters():
         same = param.dtype == compute or not param.is_floating_point() or name in model.float32_names
-        if same and isinstance(param, DTensor):  # others are those of `fsdp.ignore`
+        if same:
             gather_itself(param)
 
 

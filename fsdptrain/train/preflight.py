@@ -23,7 +23,6 @@ from fsdptrain.model.adapters import (
     check_adapter_file,
     check_experts_in_one_unit,
     freeze,
-    kept_whole,
     quantised_ids,
     unquantised_note,
 )
@@ -157,7 +156,6 @@ def prepare_model(
                 check_copies(trained, bare, plan, files)
     units: list[Unit] = []
     with _collected(problems):
-        kept_whole(trained, plan.recipe)
         units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     # Each check reports its own problems: all of them are shown at once.
