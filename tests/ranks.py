@@ -1,4 +1,7 @@
-"""Jobs that run on every rank of a real gloo process group (see `support.on_ranks`). Their results are JSON."""
+"""What `support.on_ranks` starts on every rank of a gloo process group, and functions that several tests run there.
+
+Others are beside their tests. Their results are JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
 import resource
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +29,7 @@ import torch.distributed as dist
 from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
 from strict import be_strict, compare_ranks
-from support import as_nobody, events
-from torch._dynamo.utils import counters
+from support import as_nobody
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -42,8 +43,7 @@ from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
-from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
-from fsdptrain.failures.explain import hung_ranks
+from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import attention, loss, nf4, varlen, weights
 from fsdptrain.model.parameters import weights_of
@@ -55,11 +55,9 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.storage import open_storage
-from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
-from fsdptrain.train.nonfinite import find_sources
+from fsdptrain.train import stops, trainer
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
@@ -67,14 +65,6 @@ from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.worker import reporter_of
 
 loss_chunks = loss.loss_chunks
-answer_log_probs = engine_module.Engine.answer_log_probs
-
-
-def flops(recipe: str, overrides: list[str]) -> list[float]:
-    """Train to the end; return the FLOPs of each step that its MFU counts."""
-    run = build(recipe, overrides)
-    run.train()
-    return [event["mfu"] * event["step_s"] * run.peak_flops for event in events(run.session.rundir.root, "step")]
 
 
 def build(recipe: str, overrides: list[str]) -> Trainer:
@@ -105,55 +95,6 @@ def evaluated(run: Trainer) -> dict[str, Any]:
     with patch.object(run.reporter, "event") as event:
         run.evaluate(0)
     return dict(event.call_args.kwargs)
-
-
-def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict[str, Any]:
-    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is a folder for caches.
-
-    `passes` counts those over data sets: of the run, of another one with the same start, and of the resume without the
-    cache. `refused` is the message of a resume in which the run's file is damaged.
-    """
-    with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
-        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
-        own = [*overrides, f"output_dir={emptied}/own"]
-        run = build(recipe, own)
-        made = curve(run, 2)
-        run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
-        made += curve(run, 4, 2)
-        held_out = evaluated(run)
-        kept = run.session.rundir.reference
-        calls = [passes.call_count]
-        other = build(recipe, [*overrides, f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
-        both = zip(other.stream.corpus.parts, run.stream.corpus.parts, strict=True)
-        assert all((one.reference == another.reference).all() for one, another in both)
-        calls.append(passes.call_count)
-        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
-        resumed = build(recipe, own)
-        rest = curve(resumed, 4, resumed.engine.steps_made)
-        again = evaluated(resumed)
-        calls.append(passes.call_count)
-    next(kept.glob("*.npy")).write_bytes(b"x")
-    try:
-        refused = build(recipe, own).plan.run_dir
-    except CheckpointError as error:
-        refused = str(error)
-    return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
-
-
-def first_steps(recipe: str, variants: dict[str, list[str]], shifts: dict[str, float]) -> dict[str, str]:
-    """Make the first step of each variant, after its reference was shifted; return what it raises, or an empty text."""
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, [*overrides, f"name={name}"])
-        for part in run.stream.corpus.parts:
-            part.reference[:] += shifts.get(name, 0.0)
-        try:
-            run.step(0)
-            found[name] = ""
-        except CheckpointError as error:
-            found[name] = str(error)
-        run.prefetch.close()
-    return found
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
@@ -329,78 +270,6 @@ def dropout(recipe: str) -> dict[str, Any]:
     train.append(run.engine.accumulate(0, [batch], 1).item())
     drawn = [(run.engine.seed(step), torch.rand(()).item())[1] for step in (0, 1)]
     return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}
-
-
-def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
-    """Train until a signal comes in the evaluation after step 2; then go on with each of these overrides.
-
-    Returns after each of them the number of steps at which it was stopped, if it was, and the steps that have a
-    checkpoint, and those that have an evaluation.
-    """
-    run = build(recipe, [])
-    on_progress, rundir = run.engine.on_progress, run.session.rundir
-
-    def stopping() -> None:
-        on_progress()
-        if not run.engine.model.training and run.totals.tokens and not run.session.stop.count:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    run.engine.on_progress = stopping
-
-    def state(run: Trainer) -> list[Any]:
-        stopped = run.train()
-        assert not run.checkpointer._staging, "an export needs the memory of the copies"
-        return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
-
-    with run.session.stop:
-        found = [state(run)]
-    return found + [state(build(recipe, overrides)) for overrides in later]
-
-
-def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]]) -> list[Any]:
-    """Train in attempts of these overrides, whose evaluations return these losses in turn; a save of that step fails.
-
-    Returns after each of them the steps that have a checkpoint, that of the export, and those of early stops.
-    """
-    found = []
-    for overrides, losses, fails_at in attempts:
-        run = build(recipe, overrides)
-        save, rundir, left = run.save, run.session.rundir, iter(losses)
-
-        def failing(done: int, wait: bool, fails_at: int = fails_at, save: Any = save) -> bool:
-            if done == fails_at:
-                raise InterruptedError
-            return bool(save(done, wait))
-
-        def slowly(*arguments: Any, write: Any = run.checkpointer._write) -> Any:
-            time.sleep(0.2 * dist.get_rank())  # the saves of ranks are at different places when a loss is no number
-            return write(*arguments)
-
-        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, {})  # type: ignore[method-assign]
-        run.checkpointer._write = slowly  # type: ignore[method-assign]
-        exported = None
-        with contextlib.suppress(InterruptedError):
-            assert run.train() is None and run.export() is None and not [*left]
-            exported = read_export_record(rundir).step
-        run.checkpointer.wait()
-        dist.barrier()
-        early = [[event["step"], event.get("best")] for event in events(rundir.root, "early_stop")]
-        found.append([rundir.checkpoint_steps(), exported, early])
-        dist.barrier()
-    print("CPU", time.process_time(), flush=True)
-    return found
-
-
-def world_of(recipe: str) -> dict[str, list[Any]]:
-    """Return what every rank sees of a flag of the last rank, and of one that no rank has.
-
-    Also the seconds after which collectives fail: of the group of all ranks, and of those of the mesh.
-    """
-    written = load(Path(recipe))
-    world = World.start(make_plan(written, find_topology(written.recipe, dict(os.environ))), StopRequest())
-    groups: list[Any] = [dist.group.WORLD, *world.mesh.get_all_groups()]
-    limits = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
-    return {"flags": [world.any(world.rank == world.size - 1), world.any(0)], "limits": limits}
 
 
 def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
@@ -613,70 +482,6 @@ def pairs_alone(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
     return found
 
 
-def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`.
-
-    `NAME, recorded` has the collectives of the same step, as a hang report names them.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
-
-    log: list[str] = []
-    names: dict[int, str] = {}  # id of a module → the unit it is in
-    issue, reduce = group_module.foreach_all_gather, group_module.FSDPParamGroup.post_backward
-
-    def logged_issue(params: Any, *args: Any, **kwargs: Any) -> Any:
-        log.append(f"gather {names.get(id(params[0]._module_info.module))}")
-        return issue(params, *args, **kwargs)
-
-    def logged_reduce(self: Any, *args: Any) -> Any:
-        log.append(f"reduce {names.get(id(self.fsdp_params[0]._module_info.module))}")
-        return reduce(self, *args)
-
-    group_module.foreach_all_gather = logged_issue
-    group_module.FSDPParamGroup.post_backward = logged_reduce
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        names |= {id(run.engine.model.model.embed_tokens): "embedding", id(run.engine.model.lm_head): "head"}
-        names |= {id(run.engine.model.model.norm): "head"}
-        for number, layer in enumerate(run.engine.model.model.layers):
-            names |= {id(module): str(number) for module in layer.modules()}
-            layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))
-            layer.mlp.register_full_backward_hook(
-                lambda *_, n=number: log.append(f"backward {n}")
-            )  # half of it is done
-        curve(run, 1)
-        log.clear()
-        before = len(recorded())
-        curve(run, 2, 1)
-        found[name] = list(log)
-        found[f"{name}, recorded"] = recorded()[before:]
-    return found
-
-
-def continuations(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return what each variant writes behind `eval.prompts`, and then with weights that are not numbers.
-
-    `curves`, of a variant without overrides: of two steps, and of two steps with prompts between them.
-    """
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        state = torch.get_rng_state()
-        texts = run.continue_prompts(lambda: False)
-        assert texts is not None and torch.equal(state, torch.get_rng_state())
-        curves = []
-        if not overrides:
-            curves = [curve(build(recipe, overrides), 2), curve(run, 1)]
-            run.continue_prompts(lambda: False)
-            curves[1] += curve(run, 2, 1)
-        with torch.no_grad():
-            for param in run.engine.model.parameters():
-                param.fill_(math.nan)
-        found[name] = {"texts": texts, "curves": curves, "nan": run.continue_prompts(lambda: False)}
-    return found
-
-
 def recorded() -> list[str]:
     """Return the collectives of this rank in the flight recorder, in order, with their units."""
     entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
@@ -751,72 +556,6 @@ def compare_updates(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, float]
     shapes = {f"optim.{name}.{tensor.key}": tensor.shape for name, state in listed.items() for tensor in state}
     assert {name: shard.shape for name, shard in shards.items() if name.startswith("optim.")} == shapes
     return distances
-
-
-def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
-    """Return the sharded model of each variant after two steps, and their curve.
-
-    `graphs` counts what was compiled in the first step and in the second, with this backend.
-    """
-    found = {}
-    for name, overrides in variants.items():
-        counters.clear()
-        with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-            run = build(recipe, overrides)
-            made = curve(run, 1)
-            graphs = counters["stats"]["unique_graphs"]
-            made += curve(run, 2, 1)
-        model, optimizer = run.engine.model, run.engine.optimizer
-        found[name] = {
-            "curve": made,
-            "graphs": [graphs, counters["stats"]["unique_graphs"] - graphs],
-            "params": sorted({f"{p.dtype} {p.device}" for p in model.parameters()}),
-            "state": sorted({f"{v.dtype} {v.device}" for s in optimizer.state.values() for v in s.values() if v.ndim}),
-            "buffers": sorted({str(b.dtype) for b in model.buffers()}),
-            "local_share": sum(p.to_local().numel() for p in model.parameters())
-            / sum(p.numel() for p in model.parameters()),
-            "names": sorted(name for name, _ in model.named_parameters()),
-        }
-    return found
-
-
-def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Put a NaN into the loss, then into a gradient, on the last rank only; return what is raised and found.
-
-    `unit` and `operator` put it into the output of a layer, and into what the backward of one makes. `again`
-    is what is found when the step is finite, as after a fault that does not recur.
-    """
-    run = build(recipe, overrides)
-    curve(run, 1)
-    params = list(run.engine.model.parameters())
-    before = [p.detach().to_local().clone() for p in params]
-    batches = batches_of(run.plan, run.stream, 1, run.world.rank)
-    tokens = run.stream.label_tokens(run.plan.step_positions(1))
-    found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
-    whole, mlp = run.engine.loss, decoder_layers(run.engine.model)[1][1].mlp
-    of_loss = {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}
-    of_layer = {"unit": lambda output: output * float("nan"), "operator": lambda output: output + zero_root(output)}
-    for name, spoil in {**of_loss, **of_layer}.items():
-
-        def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:
-            if run.world.rank < run.world.size - 1 or batch is not batches[1]:
-                return whole(batch, divisor)
-            if name in of_loss:
-                return spoil(whole(batch, divisor))
-            hook = mlp.register_forward_hook(lambda _module, _inputs, output: spoil(output))
-            value = whole(batch, divisor)
-            hook.remove()
-            return value
-
-        run.engine.loss = loss
-        try:
-            list(run.engine.read([run.engine.step(1, batches, tokens, 1e-3)]))
-        except NonFiniteError as error:
-            after = [p.detach().to_local() for p in params]
-            unchanged = all(map(torch.equal, before, after)) and not any(p.grad is not None for p in params)
-            sources = [dataclasses.asdict(source) for source in find_sources(run.engine, 1, batches, tokens)]
-            found[name] = {"message": str(error), "unchanged": unchanged, "sources": sources}
-    return found
 
 
 def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
@@ -898,38 +637,6 @@ def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, A
     }
 
 
-def scaled(recipe: str, overrides: list[str], start: float, interval: int, at: int) -> dict[str, Any]:
-    """Train in float16 with a loss scale that begins with `start`; save after step `at`, and resume from there.
-
-    Returns [loss, gradient norm, loss scale] of each step, what was reported as skipped, and whether weights, state and
-    loss scale at the end are those of the resumed run (`resumed`), which reports the same steps again (`again`).
-    """
-    found: dict[str, Any] = {}
-    with patch.object(loss_scale, "START", start), patch.object(loss_scale, "INTERVAL", interval):
-        for name in ("curve", "again"):
-            run = build(recipe, overrides)
-            events: list[Any] = []
-            run.reporter.event = lambda kind, events=events, **fields: events.append((kind, fields))  # type: ignore
-            report, made = run.add_step, []
-
-            def add_step(queued: Any, stats: Any, report: Any = report, made: Any = made) -> None:
-                made.append([stats.loss, stats.grad_norm, stats.loss_scale])
-                report(queued, stats)
-
-            run.add_step = add_step  # type: ignore[method-assign]
-            run.reads_late = name == "again"  # the same, one step late
-            for step in range(run.engine.steps_made, run.sizes.total_steps):
-                run.step(step)
-                if name == "curve" and step + 1 == at:
-                    run.save(at, wait=True)
-            run.read_steps()
-            run.prefetch.close()
-            found[name], end = made, [digest_of(run), run.engine.loss_scale.state()]  # type: ignore[union-attr]
-            found.setdefault("skipped", [fields for kind, fields in events if kind == "skip"])
-            found["resumed"] = found.setdefault("end", end) == end
-    return found
-
-
 def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Train ten finite steps, read every second by clocks on which a step takes 0.1 s on rank 0 and 0.3 s on rank 1.
 
@@ -993,62 +700,6 @@ def digest_of(run: Trainer) -> str:
         for tensor in filter(torch.is_tensor, (part, *state.values())):
             digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
-
-
-def zero_root(output: torch.Tensor) -> torch.Tensor:
-    """Return zeros, whose gradient is not finite."""
-    return (output - output.detach()).sqrt()
-
-
-def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """Return the same loss with a gradient of NaN."""
-    loss.register_hook(lambda gradient: gradient * float("nan"))
-    return loss
-
-
-def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Compare gradients with and without a micro-batch of no labels; compute the loss of a batch without any label."""
-    run = build(recipe, overrides)
-    micros = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
-    tokens = run.stream.label_tokens(run.plan.step_positions(0))
-    grads = []
-    empty = {**micros[0], "labels": torch.full_like(micros[0]["labels"], -100)}
-    for batches in (micros, [*micros, empty]):
-        run.engine.drop_gradients()
-        run.engine.accumulate(0, batches, tokens)
-        grads.append([g.clone() for g in run.engine.local_grads()])
-    run.engine.drop_gradients()
-    [stats] = run.engine.read([run.engine.step(0, [empty], 0, 0.0)])  # a whole window without a label
-    return {"equal": all(map(torch.equal, *grads)), "nothing": [stats.loss, stats.grad_norm]}
-
-
-def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return the results of `poisoned`, of `masked`, and of `norms` of each variant."""
-    found = {"poisoned": poisoned(recipe, []), "masked": masked(recipe, [])}
-    return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
-
-
-def norms(recipe: str, overrides: list[str]) -> list[dict[str, float]]:
-    """Make a step of plain SGD that clips gradients to half their norm, and one that may have twice their norm.
-
-    Return for each the gradient norm of the engine (`engine`), that of the gathered gradients (`full`, pytorch#170862),
-    and how far the step is from that with the gathered gradients, relative to its length (`off`).
-    """
-    run = build(recipe, [*overrides, "optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0"])
-    params, found = dict(run.engine.model.named_parameters()), []
-    batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
-    tokens = run.stream.label_tokens(run.plan.step_positions(0))
-    for share in (0.5, 2.0):
-        before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
-        whole = gradients_of(run, 0)
-        norm = sum((gradient.double() ** 2).sum() for gradient in whole.values()).sqrt().item()
-        run.engine.plan = varied(run.plan, {"optim.max_grad_norm": share * norm})
-        [stats] = run.engine.read([run.engine.step(0, batches, tokens, 1.0)])
-        wanted = {name: -min(share, 1.0) * gradient for name, gradient in whole.items()}
-        off = [params[name].detach().full_tensor() - before[name] - update for name, update in wanted.items()]
-        lengths = [torch.nn.utils.get_total_norm(tensors).item() for tensors in (off, wanted.values())]
-        found.append({"engine": stats.grad_norm, "full": norm, "off": lengths[0] / lengths[1]})
-    return found
 
 
 def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) -> dict[str, dict[str, int]]:
@@ -1340,52 +991,6 @@ def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str |
     return found
 
 
-def split_while_training(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Flip a bit of a weight of the last rank after the third step; return each run's error and checkpoints."""
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, [f"name={name}", *overrides])
-
-        def spoiling(number: int, run: Trainer = run, make_step: Any = run.step) -> bool:
-            stop = make_step(number)
-            if number == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                local(list(run.engine.model.parameters())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
-            return bool(stop)
-
-        error = None
-        with patch.object(run, "step", spoiling):
-            try:
-                run.train()
-            except WorkerLost as lost:
-                error = str(lost)
-        found[name] = [error, run.session.rundir.checkpoint_steps()]
-    return found
-
-
-def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return `refusals` on nodes of two ranks, for each order of hosts: a letter is the host name of a rank."""
-    found = {}
-    for hosts in orders:
-        with (
-            patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(int(os.environ["RANK"]) % 2)),
-            patch("socket.gethostname", lambda hosts=hosts: hosts[int(os.environ["RANK"])]),
-        ):
-            named = {name: [f"name={hosts}-{name}", *overrides] for name, overrides in variants.items()}
-            found[hosts] = refusals(recipe, named)
-    return found
-
-
-def held_out_failures(recipe: str) -> list[tuple[int, str]]:
-    """Return (exit code, message) of an evaluation, and of the logits with which an export is compared."""
-    run, found = build(recipe, []), []
-    for compute in (lambda: run.evaluate(0), run.sample):
-        try:
-            compute()
-        except FsdptrainError as error:
-            found.append((error.exit_code, str(error)))
-    return found
-
-
 def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str] = ()) -> dict[str, Any]:
     """Set up each variant; return (exit code, message) of its refusal, (0, "") where it is not refused.
 
@@ -1403,42 +1008,16 @@ def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str]
     return found
 
 
-def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
-    """Stall between two resets of the watchdog; return after which of the next ones this rank counts as hung.
-
-    `stalls` has for each rank the seconds in which it makes progress before, those of the stall, and whether it holds
-    the interpreter lock meanwhile.
-    """
-    written = load(Path(recipe))
-    plan, rank = make_plan(written, find_topology(written.recipe, {})), int(os.environ["RANK"])
-    found = []
-    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    with Watchdog(plan, rank) as watchdog:
-        watchdog.begin(1)
-        before_s, seconds, holding_the_gil = stalls[rank]
-        watchdog.reset(step_done=True)
-        time.sleep(before_s)
-        watchdog.reset()
-        if holding_the_gil:
-            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-        else:
-            time.sleep(seconds)
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
-            watchdog.reset()
-            found.append(bool(hung_ranks(plan.rundir, 1, [rank])))
-            time.sleep(0.05)
-    return found
-
-
 def main() -> NoReturn:
-    """Run the job of the command line on this rank, write its result, and end the process."""
-    _, job, out, arguments = sys.argv
+    """Run a function of a module on this rank, write its result, and end the process."""
+    _, home, job, out, arguments = sys.argv
+    sys.path.insert(0, str(Path(home).parent))
+    function = getattr(importlib.import_module(Path(home).stem), job)
     torch.set_num_threads(1)
     be_strict()
     loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch is several chunks, of unequal lengths
     World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else it is measured for each variant
-    result = globals()[job](**json.loads(arguments))
+    result = function(**json.loads(arguments))
     (Path(out) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         compare_ranks()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import build
 from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
-from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
+from support import STRATEGIES, TINY, events, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS, BATCH = 20, 16
@@ -141,7 +142,7 @@ def test_every_curve_agrees_with_the_plain_loop(world: int, recipe: Path, refere
 
 def test_mfu_counts_the_pairs_of_tokens_within_documents(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=1, launch__nproc_per_node=1)
-    (found,) = on_ranks(1, "flops", tmp_path / "rank", recipe=str(recipe), overrides=["fsdp.strategy=NO_SHARD"])
+    (found,) = on_ranks(1, flops, tmp_path / "rank", recipe=str(recipe), overrides=["fsdp.strategy=NO_SHARD"])
     corpus = stream_of(recipe)[2]
     pairs = 0
     for number in range(len(corpus)):
@@ -152,3 +153,13 @@ def test_mfu_counts_the_pairs_of_tokens_within_documents(tmp_path: Path) -> None
     products, rows = 6 * (3 * layer + 512 * 64) * 64, 8
     assert found == [pytest.approx(rows * (products + 12 * 3 * 64 * pairs / len(corpus)))]
     assert pairs < 0.9 * 64 * 64 * len(corpus)  # else there is nothing to see
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def flops(recipe: str, overrides: list[str]) -> list[float]:
+    """Train to the end; return the FLOPs of each step that its MFU counts."""
+    run = build(recipe, overrides)
+    run.train()
+    return [event["mfu"] * event["step_s"] * run.peak_flops for event in events(run.session.rundir.root, "step")]
