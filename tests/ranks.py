@@ -5,18 +5,13 @@ Others are beside their tests. Their results are JSON.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import hashlib
 import importlib
 import json
-import math
 import os
-import resource
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,45 +21,32 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
 from strict import be_strict, compare_ranks
-from support import as_nobody
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
 
-from fsdptrain.checkpoint import load as loading
 from fsdptrain.checkpoint.export import export_live
-from fsdptrain.checkpoint.shards import named_parts, shards_of
-from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
-from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError
+from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError
 from fsdptrain.failures.watchdog import Watchdog
-from fsdptrain.model import attention, loss, nf4, varlen, weights
+from fsdptrain.model import loss as chunked_loss
+from fsdptrain.model import nf4
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.skeleton import init_groups, initial_weights, skeleton
-from fsdptrain.model.units import base_name, decoder_layers
-from fsdptrain.parallel import shard
+from fsdptrain.model.units import base_name
 from fsdptrain.parallel.patches import ISSUED, named, recorded_collectives
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
-from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.worker import reporter_of
-
-loss_chunks = loss.loss_chunks
 
 
 def build(recipe: str, overrides: list[str]) -> Trainer:
@@ -242,57 +224,6 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
     return found
 
 
-def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Return two curves of each variant, and evaluations after them: with masks, and in the varlen kernel."""
-    found: dict[str, Any] = {}
-    for name, overrides in variants.items():
-        found[name] = []
-        for reason in ("masks", None):
-            with patch.object(attention, "obstacle", lambda *_, reason=reason: reason):
-                run = build(recipe, overrides)
-            assert varlen.used_by(run.engine.model) == (reason is None)
-            made = curve(run, steps)
-            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())[:2]])
-    return found
-
-
-def dropout(recipe: str) -> dict[str, Any]:
-    """Return losses of one micro-batch, the same on all ranks: in training steps 0, 1 and 0, and in evaluations.
-
-    `logits` says whether those that an export is compared with are the same when they are computed again; `drawn` are
-    the first random numbers of steps 0 and 1.
-    """
-    run = build(recipe, [])
-    batch = run.stream.batch([0])
-    train = [run.engine.accumulate(step, [batch], 1).item() for step in (0, 1)]
-    evaluations = [run.engine.evaluate(run.stream.corpus, [0, 1]) for _ in range(2)]
-    logits = [run.sample().logits for _ in range(2)]
-    train.append(run.engine.accumulate(0, [batch], 1).item())
-    drawn = [(run.engine.seed(step), torch.rand(()).item())[1] for step in (0, 1)]
-    return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}
-
-
-def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train each variant, resume it in the middle, and export it; return curves and a digest of the first weights.
-
-    `start` is that digest, `curve` the whole curve, `resumed` its second half from the checkpoint in the middle.
-    """
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        start, model = hashlib.sha256(), run.engine.model
-        for param in model.parameters():
-            start.update(param.detach().full_tensor().numpy().tobytes())
-        made = curve(run, steps // 2)
-        run.checkpointer.save(steps // 2, model, run.engine.optimizer, wait=True)
-        made += curve(run, steps, steps // 2)
-        resumed = build(recipe, overrides)
-        rest = curve(resumed, steps, resumed.engine.steps_made)
-        export_live(model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
-        found[name] = {"start": start.hexdigest(), "curve": made, "resumed": rest}
-    return found
-
-
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
     """Save a checkpoint after `at` steps and continue; return the curve and the digests of the samples."""
     run = build(recipe, overrides)
@@ -310,40 +241,6 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
     return {"first": first, "curve": curve(run, steps, first), "samples": samples}
-
-
-def resume_without_rights(recipe: str) -> dict[str, Any]:
-    """Save steps 2 and 4, and resume when rank 1 may not read, and does not see, the newest checkpoint."""
-    run, found = build(recipe, []), dict[str, Any]()
-    checkpointer, model, optimizer = run.checkpointer, run.engine.model, run.engine.optimizer
-    for step in (2, 4):
-        curve(run, step, step - 2)
-        checkpointer.save(step, model, optimizer, wait=True)
-    folder = checkpointer.rundir.checkpoint(4)
-
-    def refusal() -> str:
-        try:
-            return f"resumed from step {checkpointer.load_newest(model, optimizer)}"
-        except CheckpointError as error:
-            return str(error)
-
-    if run.world.rank == 0:
-        for path in (folder / "rank-00000.safetensors", folder / "rank-00001.safetensors"):
-            path.chmod(0)
-    dist.barrier(run.world.side)
-    with as_nobody() if run.world.rank == 1 else contextlib.nullcontext():
-        found["unreadable"] = refusal()
-    dist.barrier(run.world.side)
-    if run.world.rank == 0:
-        for path in folder.iterdir():
-            path.chmod(0o644)
-    dist.barrier(run.world.side)
-    elsewhere = open_storage(None, checkpointer.rundir.root / "elsewhere")
-    with patch.object(checkpointer, "storage", elsewhere if run.world.rank == 1 else checkpointer.storage):
-        found["not mounted"] = refusal()
-    found["resumed"] = checkpointer.load_newest(model, optimizer)
-    found["names"] = sorted(path.name for path in checkpointer.rundir.checkpoints.iterdir())
-    return found
 
 
 def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps: int) -> dict[str, Any]:
@@ -382,42 +279,6 @@ def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps
 def resumes(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Resume each variant; return its curve."""
     return {name: resume(recipe, overrides, steps)["curve"] for name, overrides in variants.items()}
-
-
-def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
-    """Save at steps 1, 2, …, each time with another fault of tests/broken_saves.py.
-
-    Returns for each fault what was raised, what is in the folder then, and whether the save was reported. `at the
-    start` is what a full disk raises before the first step, `resumed` the step that a resume takes up at the end.
-    """
-    import broken_saves as injected
-
-    found: dict[str, Any] = {}
-    # The full disk must be refused before any state is loaded, so `load_state` is not callable.
-    with injected.disk_is_full_already(), patch.object(trainer, "load_state", None):
-        try:
-            build(recipe, [])
-        except CheckpointError as refused:
-            found["at the start"] = str(refused)
-    run = build(recipe, [])
-    curve(run, 1)
-    reports: list[int] = []
-    run.checkpointer.write_event = lambda _, **fields: reports.append(fields["step"])
-    folder = run.checkpointer.rundir.checkpoints
-    for step, name in enumerate(faults, 1):
-        error = None
-        with getattr(injected, name)(run.checkpointer, step):
-            try:
-                run.checkpointer.save(step, run.engine.model, run.engine.optimizer, wait=step % 2 == 0)
-                run.checkpointer.wait()
-            except BaseException as raised:
-                error = [type(raised).__name__, str(raised)]
-        dist.barrier(run.world.side)
-        found[name] = {"error": error, "there": sorted(p.name for p in folder.iterdir()), "reported": step in reports}
-        dist.barrier(run.world.side)
-    with injected.newest_is_damaged(run.checkpointer), injected.disk_is_full_already():
-        found["resumed"] = build(recipe, []).engine.steps_made  # past its last step: no more room is needed
-    return found
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
@@ -471,91 +332,10 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     return found
 
 
-def pairs_alone(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return of each variant the log-probability of every answer at the start; of a refused variant the message."""
-    found: dict[str, Any] = {}
-    for name, overrides in variants.items():
-        try:
-            found[name] = build(recipe, overrides).stream.corpus.parts[0].reference.tolist()
-        except RecipeError as error:
-            found[name] = str(error)
-    return found
-
-
 def recorded() -> list[str]:
     """Return the collectives of this rank in the flight recorder, in order, with their units."""
     entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
     return [entry["collective"] for entry in entries if not entry["side"]]
-
-
-class Shapes(torch.nn.Module):
-    """Parameters of many kinds: with rows that no number of ranks divides, one row, and rows of less than a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = torch.nn.Embedding(11, 512), torch.nn.LayerNorm(512)
-        self.wide, self.tall = torch.nn.Linear(512, 7), torch.nn.Linear(300, 513, bias=False)
-        self.narrow, self.row = torch.nn.Linear(6, 9, bias=False), torch.nn.Linear(256, 1, bias=False)
-        self.equal, self.experts = torch.nn.Linear(260, 260), torch.nn.Parameter(torch.zeros(5, 3, 256))
-
-
-def updates(kinds: list[str], steps: int) -> dict[str, Any]:
-    """Return how far parameters and state are from those of the libraries on whole tensors, by optimizer and mesh.
-
-    The distances are relative to the change; `saved` says whether the bytes of a checkpoint are as the registry says.
-    """
-    dist.init_process_group("gloo")
-    world = dist.get_world_size()
-    meshes = {"shard": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
-    if world == 4:
-        meshes["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        for name, mesh in meshes.items():
-            found[f"{kind} {name}"] = compare_updates(kind, mesh, steps)
-    return found
-
-
-def compare_updates(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, float]:
-    """Make steps with the optimizer of a recipe on shards, and with those of the libraries on whole tensors."""
-    torch.manual_seed(0)
-    model = Shapes()
-    for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.1)
-    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-    before = {name: param.clone() for name, param in whole.items()}
-    # The library quantises rows of 260 and 300 values only as part of longer ones.
-    padded = {name: padded_columns(tuple(p.shape)) - p.shape[-1] for name, p in whole.items()}
-    if kind == "adamw_8bit":
-        whole = {name: pad(p, (0, max(0, padded[name]))) for name, p in whole.items()}
-    undecayed = {"embedding.weight", "norm.weight", "norm.bias", "wide.bias", "equal.bias", "row.weight"}
-    decayed = [param for name, param in whole.items() if name not in undecayed]
-    others = [param for name, param in whole.items() if name in undecayed]
-    references = library_optimizers(kind, decayed, others, [param for param in decayed if param.ndim == 2])
-    model = fully_shard(model, mesh=mesh)
-    model.frozen_names = set()  # as a skeleton has them
-    optim = OPTIMIZERS[kind]
-    optimizer = make_optimizer(model, optim)
-    start_state(optimizer)
-    set_step(optimizer, 0)
-    parts = named_parts(optimizer)
-    for step in range(steps):
-        torch.manual_seed(step)
-        for name, param in model.named_parameters():
-            gradient = torch.randn(param.shape) * 10.0 ** (step % 3 - 2)
-            whole[name].grad = pad(gradient, (0, whole[name].shape[-1] - gradient.shape[-1]))
-            parts[name].grad = distribute_tensor(gradient, mesh, param.placements).to_local()
-        for each in (optimizer, *references):
-            each.step()
-    distances = {}
-    for name, param in model.named_parameters():
-        made, wanted = param.full_tensor(), whole[name][..., : param.shape[-1]]
-        distances[name] = float((made - wanted).norm() / (wanted - before[name]).norm())
-    shards = shards_of(model, optimizer, optim)
-    listed = {name: optim.state(weight, "float32") for name, weight in weights_of(model).items()}
-    shapes = {f"optim.{name}.{tensor.key}": tensor.shape for name, state in listed.items() for tensor in state}
-    assert {name: shard.shape for name, shard in shards.items() if name.startswith("optim.")} == shapes
-    return distances
 
 
 def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
@@ -589,52 +369,6 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
         error = f"{raised} [in step {step + 1}]"
     run.prefetch.close()
     return found | {"stopped": {"error": error, "unchanged": before == digest_of(run)}}
-
-
-def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
-    """Skip steps 2 and 4, whose losses are NaN; save after step `at`, go on, and resume from there.
-
-    Returns the steps that were skipped, and whether this rank's part of the weights is in the end, bit for bit, that of
-    torch's AdamW that is given the gradients and rates of the other steps only (`plain`), and whether weights and state
-    are those of the resumed run (`resumed`).
-    """
-    overrides, events = [*overrides, "train.on_nonfinite=skip", "train.max_skipped=1"], []  # in a row
-    run = build(recipe, overrides)
-    watch(run, events, late=False, bad=(1, 3))
-    optimizer = run.engine.optimizer
-    groups = [{**group, "params": [part.clone() for part in group["params"]]} for group in optimizer.param_groups]
-    update, updates = optimizer.step, []
-
-    def recorded() -> None:
-        if not optimizer.found_inf:  # type: ignore[attr-defined]
-            gradients = [[part.grad.clone() for part in group["params"]] for group in optimizer.param_groups]
-            updates.append((optimizer.param_groups[0]["lr"], gradients))
-        update()
-
-    optimizer.step = recorded  # type: ignore[method-assign, assignment]
-    for step in range(steps):
-        run.step(step)
-        if step + 1 == at:
-            run.checkpointer.save(at, run.engine.model, optimizer, wait=True)
-    run.prefetch.close()
-    resumed = build(recipe, overrides)
-    for step in range(resumed.engine.steps_made, steps):
-        resumed.step(step)
-    resumed.prefetch.close()
-    plain = torch.optim.AdamW(groups)
-    for lr, gradients in updates:
-        for group, grads in zip(plain.param_groups, gradients, strict=True):
-            group["lr"] = lr
-            for part, grad in zip(group["params"], grads, strict=True):
-                part.grad = grad
-        plain.step()
-    pairs = zip(plain.param_groups, optimizer.param_groups, strict=True)
-    return {
-        "skipped": [event[1] for event in events if event[0] == "skip"],
-        "updates": len(updates),
-        "plain": all(all(map(torch.equal, own["params"], found["params"])) for own, found in pairs),
-        "resumed": resumed.engine.steps_made == at and digest_of(resumed) == digest_of(run),
-    }
 
 
 def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
@@ -702,182 +436,6 @@ def digest_of(run: Trainer) -> str:
     return digest.hexdigest()
 
 
-def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) -> dict[str, dict[str, int]]:
-    """Return the bytes of tensors that this rank reads, of the model's files and of a checkpoint's, when it starts.
-
-    Each variant is started; then those in `resumed` save a checkpoint and are started again. `held` is this rank's part
-    of the parameters.
-    """
-    read: dict[str, int] = {}
-
-    class CountingRows:
-        def __init__(self, rows: Any, kind: str) -> None:
-            self._rows, self._kind = rows, kind
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._rows, name)
-
-        def __getitem__(self, key: Any) -> Any:
-            tensor = self._rows[key]
-            read[self._kind] += tensor.nbytes
-            return tensor
-
-    class CountingFile(contextlib.AbstractContextManager[Any]):
-        def __init__(self, path: Any, framework: str) -> None:
-            self._file, self._kind = safe_open(path, framework), "checkpoint" if "checkpoints" in str(path) else "model"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-        def __exit__(self, *exception: object) -> None:
-            self._file.__exit__(*exception)
-
-        def get_slice(self, name: str) -> CountingRows:
-            return CountingRows(self._file.get_slice(name), self._kind)
-
-    weights.safe_open = loading.safe_open = CountingFile
-    found = {}
-    for name, overrides in variants.items():
-        read = {"model": 0, "checkpoint": 0}
-        run = build(recipe, overrides)
-        found[name] = read | {"held": sum(local(param).nbytes for param in run.engine.model.parameters())}
-        if name in resumed:
-            run.checkpointer.save(1, run.engine.model, run.engine.optimizer, wait=True)
-            read = {"model": 0, "checkpoint": 0}
-            build(recipe, overrides)
-            found[f"{name}, resumed"] = read
-    return found
-
-
-class Memory(contextlib.AbstractContextManager["Memory"]):
-    """Finds by how many bytes this process's memory grows at most within a `with` block: `most`.
-
-    Counts anonymous memory, every 2 ms. Pages of files do not count: the kernel drops them when it needs memory.
-    """
-
-    def __enter__(self) -> Memory:
-        libc = ctypes.CDLL(None)
-        assert libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger pieces are given back when they are freed
-        libc.malloc_trim(0)
-        self._start, self.most = self._now(), 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._poll)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _poll(self) -> None:
-        while not self._ended.wait(0.002):
-            self.most = max(self.most, self._now() - self._start)
-
-    @staticmethod
-    def _now() -> int:
-        _, resident, of_files, *_ = Path("/proc/self/statm").read_text().split()
-        return (int(resident) - int(of_files)) * resource.getpagesize()
-
-
-def memory(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, int]]:
-    """Return by how many bytes this rank's memory grows at most while the weights of each variant are read: `load`.
-
-    `held` is what it has at the end of parameters, buffers and optimizer state, and `export` what it takes to export.
-    """
-    load_state, found = trainer.load_state, {}
-    for name, overrides in variants.items():
-        loading = Memory()
-
-        def measured(*arguments: Any, loading: Memory = loading) -> Any:
-            with loading:
-                return load_state(*arguments)
-
-        with patch.object(trainer, "load_state", measured):
-            run = build(recipe, overrides)
-        states = run.engine.optimizer.state.values()
-        held = [*run.engine.model.parameters(), *run.engine.model.buffers(), *(v for s in states for v in s.values())]
-        with Memory() as exporting:
-            assert run.export() is None
-        size = sum(local(tensor).nbytes for tensor in held)
-        found[name] = {"held": size, "load": loading.most, "export": exporting.most}
-    return found
-
-
-def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return what torch's profiler records of a step of each variant: memory, and collectives with their bytes.
-
-    gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one. Where gloo's
-    thread is the last to let go of a buffer, its release is not seen: so the peak is found between two bounds.
-    """
-    found = {}
-    loss.loss_chunks = loss_chunks
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        curve(run, 1)
-        held = [*run.engine.model.parameters(), *run.engine.model.buffers()]
-        held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
-        with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
-            for step in range(1, 3):
-                with torch.profiler.record_function("one step"):
-                    curve(run, step + 1, step)
-        results = profiler.profiler.kineto_results
-        spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in results.events() if e.name() == "one step"]
-        changes = sorted(allocations(results.experimental_event_tree()))
-        least, most = zip(*(bounds([c for c in changes if a <= c[0] <= b]) for a, b in spans), strict=True)
-        calls, gloo = collectives([e for e in results.events() if spans[-1][0] <= e.start_ns() <= spans[-1][1]])
-        base = sum(storages.values())
-        found[name] = {"peak": [base + max(least), base + min(most)], "calls": calls, "gloo": gloo}
-    return found
-
-
-def collectives(events: Any) -> tuple[list[Any], list[Any]]:
-    """[kind, bytes of the full buffer] of what torch called, and [name, bytes] of what gloo then did."""
-    width = {"float": 4, "c10::BFloat16": 2, "double": 8}
-    kinds = {
-        "c10d::_allgather_base_": ("all-gather", 0), "c10d::alltoall_base_": ("reduce-scatter", 1),
-        "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
-    }  # fmt: skip
-    calls, gloo = [], []
-    for event in events:
-        if event.name() in kinds:
-            kind, place = kinds[event.name()]
-            shape = [0] if place is None else event.shapes()[place]
-            kind = "all-to-all" if len(shape) > 1 else kind  # of ranks that share rows
-            calls.append([kind, None if place is None else math.prod(shape) * width[event.dtypes()[place]]])
-        elif event.name().startswith("gloo:"):
-            gloo.append([event.name(), math.prod(event.shapes()[0]) * width[event.dtypes()[0]]])
-    return calls, gloo
-
-
-def allocations(events: Any) -> Any:
-    """(time, thread, address, bytes asked for or given back) of every allocation in a tree of profiler events."""
-    for event in events:
-        if event.tag.name == "Allocation":
-            yield event.start_time_ns, event.start_tid, event.extra_fields.ptr, event.extra_fields.alloc_size
-        yield from allocations(event.children)
-
-
-def bounds(changes: Any) -> tuple[int, int]:
-    """Between what the peak of this thread's allocations lies: without, and with, what was never seen to be freed."""
-    freed, follows = [], {}  # whether each is a release, or an allocation that one follows at its address
-    for _, _, address, size in reversed(changes):
-        freed.append(size < 0 or follows.get(address, 1) < 0)
-        follows[address] = size
-    levels, peaks, mine = [0, 0], [0, 0], {}
-    for (_, thread, address, size), seen in zip(changes, reversed(freed), strict=True):
-        if size > 0 and thread == 1:
-            mine[address] = seen
-        elif address not in mine:
-            continue
-        levels[0] += size if mine[address] else 0
-        levels[1] += size
-        peaks = [max(pair) for pair in zip(peaks, levels, strict=True)]
-        if size < 0:
-            del mine[address]
-    return peaks[0], peaks[1]
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -886,109 +444,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def gathered_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor, of which this rank may have a part only."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
-    """SHA-256 of all weights at the start, by name."""
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        digest = hashlib.sha256()
-        for param in run.engine.model.parameters():
-            digest.update(param.detach().full_tensor().numpy().tobytes())
-        found[name] = digest.hexdigest()
-    return found
-
-
-def parities(recipe: str, kinds: list[str]) -> dict[str, Any]:
-    """How far logits and gradients of every architecture are from those of transformers' own bf16 model.
-
-    By architecture: the largest difference of logits over the largest logit, the largest difference of a gradient over
-    its norm, and whose; or, as a text, what was raised. All ranks have the same tokens, so that gradients are doubled.
-    """
-    written = load(Path(recipe))
-    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    world = World.start(plan, StopRequest())
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        try:
-            found[kind] = parity(kind, plan, world, Path(recipe).parent / kind)
-        except Exception as error:
-            found[kind] = f"{type(error).__name__}: {error}"[:300]
-    return found
-
-
-def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
-    """See `parities`; through the files in `folder`."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    if torch.__version__ >= (2, 15):  # FSDP does not round a gradient that a product with float32 gives a bf16 weight
-        for param in reference.parameters():
-            param.grad_dtype = None
-    config = AutoConfig.from_pretrained(folder)
-    plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
-    bare = skeleton(config, plan.recipe.model)
-    plan.recipe.fsdp.wrap = "auto" if decoder_layers(bare) else {"min_params": 20_000}
-    model, _ = shard.build(plan, config, world)
-    weights.read_weights(model, bare, plan, world.device, lambda *_: None)
-    ids = torch.arange(3, 35)[None]
-    logits = []
-    for one in (reference, model):
-        out = one.eval()(input_ids=ids, position_ids=torch.arange(32)[None], use_cache=False).logits.float()
-        torch.nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten().roll(-1)).backward()
-        logits.append(out.detach())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    expected = dict(reference.named_parameters())
-    off = [(0.0, "")]
-    for name, param in model.named_parameters():
-        ours, theirs = param.grad, expected[name].grad
-        assert (ours is None) == (theirs is None), f"gradient of {name}"
-        if ours is not None and theirs is not None:
-            wanted = theirs.float() * world.size
-            difference = (ours.full_tensor().float() - wanted).norm()
-            if difference:
-                off.append(((difference / wanted.norm()).item(), name))
-    return [((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item(), *max(off)]
-
-
-def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
-    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name.
-
-    All of them are compared with the whole ones that are drawn, bit for bit.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        weights = {n: p.detach().full_tensor() for n, p in run.engine.model.named_parameters()}
-        mirror, drawn = run.inputs.prepared.bare, {}
-        for group in initial_weights(mirror, init_groups(mirror), run.plan.recipe):
-            drawn |= group
-        assert all(torch.equal(weight, drawn[n]) for n, weight in weights.items()), name
-        found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
-    return found
-
-
-def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
-    """Flip a bit in a weight or a buffer of the last rank; return the error that each variant raises, or None."""
-    load_state, found = trainer.load_state, {}
-    for name, overrides in variants.items():
-
-        def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
-            loaded = load_state(model, *others)
-            tensors = {"weight": model.parameters, "buffer": model.buffers}
-            if dist.get_rank() == dist.get_world_size() - 1 and what in tensors:
-                local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
-            return loaded
-
-        with patch.object(trainer, "load_state", spoilt):
-            try:
-                build(recipe, overrides)
-                found[name] = None
-            except FsdptrainError as error:
-                found[name] = str(error)
-    return found
 
 
 def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str] = ()) -> dict[str, Any]:
@@ -1015,7 +470,9 @@ def main() -> NoReturn:
     function = getattr(importlib.import_module(Path(home).stem), job)
     torch.set_num_threads(1)
     be_strict()
-    loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch is several chunks, of unequal lengths
+    chunked_loss.loss_chunks = lambda tokens, *_: (
+        -(-tokens // 24)
+    )  # a micro-batch is several chunks, of unequal lengths
     World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else it is measured for each variant
     result = function(**json.loads(arguments))
     (Path(out) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
     for seed in (1, 2):
         words = {"seed": seed, "model__config": {"model_type": "llama", **TINY, "attention_dropout": 0.5}}
         recipe = write_recipe(tmp_path, output_dir=str(tmp_path / str(seed)), **words)
-        found += on_ranks(2, "dropout", tmp_path / f"ranks-{seed}", recipe=str(recipe))
+        found += on_ranks(2, dropout, tmp_path / f"ranks-{seed}", recipe=str(recipe))
     for rank in found:
         first, second, again = rank["train"]
         assert first == again != second
@@ -163,3 +164,19 @@ def flops(recipe: str, overrides: list[str]) -> list[float]:
     run = build(recipe, overrides)
     run.train()
     return [event["mfu"] * event["step_s"] * run.peak_flops for event in events(run.session.rundir.root, "step")]
+
+
+def dropout(recipe: str) -> dict[str, Any]:
+    """Return losses of one micro-batch, the same on all ranks: in training steps 0, 1 and 0, and in evaluations.
+
+    `logits` says whether those that an export is compared with are the same when they are computed again; `drawn` are
+    the first random numbers of steps 0 and 1.
+    """
+    run = build(recipe, [])
+    batch = run.stream.batch([0])
+    train = [run.engine.accumulate(step, [batch], 1).item() for step in (0, 1)]
+    evaluations = [run.engine.evaluate(run.stream.corpus, [0, 1]) for _ in range(2)]
+    logits = [run.sample().logits for _ in range(2)]
+    train.append(run.engine.accumulate(0, [batch], 1).item())
+    drawn = [(run.engine.seed(step), torch.rand(()).item())[1] for step in (0, 1)]
+    return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}
