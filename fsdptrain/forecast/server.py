@@ -33,7 +33,6 @@ from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.model.units import bytes_in_host
 from fsdptrain.parallel.world import matrix_rate
-from fsdptrain.plan.gpus import is_expandable
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
@@ -160,9 +159,8 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
-        expandable = is_expandable(os.environ)
-        reserved = allocator.replay_allocations(trace, device, expandable=expandable).peak_reserved
-        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available, expandable).fits
+        reserved = allocator.replay_allocations(trace, device).peak_reserved
+        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available).fits
     return {
         "fits": reserved <= available or tight,
         "tight": tight,

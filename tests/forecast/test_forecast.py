@@ -41,9 +41,8 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
 from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.findings import Findings, show_outcome
 from fsdptrain.validate.request import Request
-from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -588,7 +587,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
     output = page.console.file.getvalue()  # type: ignore[attr-defined]
     first, *rest = output.splitlines()
     assert first.startswith("does not fit 8×CUSTOM: ") and first.endswith(" of 1.6 GiB a GPU")
-    for heading in ("Plan", "Model", "Disk", "Memory of the worst rank", "Communication per step", "Time"):
+    for heading in ("Plan", "Model", "Disk", "Peak memory (highest rank)", "Communication per step", "Time"):
         assert heading in rest
     assert "This machine" not in rest, "the plan is for another one"
     assert found.exit_code == 3 and found.problems[-1].startswith(first)

@@ -35,13 +35,11 @@ from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.costs import times_beside_steps
 from fsdptrain.validate.data import describe_lengths, kept_by_seq_len
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.dry_run import dry_run, times_beside_steps
+from fsdptrain.validate.findings import Findings, histogram_lines, show_outcome
 from fsdptrain.validate.model import describe_model, model_lines, parameters_by_unit
 from fsdptrain.validate.request import Request, make_request
-from fsdptrain.validate.summary import histogram_lines, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
 
