@@ -44,7 +44,8 @@ from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
-from fsdptrain.launch.explain import hung_ranks
+from fsdptrain.failures.explain import hung_ranks
+from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.init import init_groups, initial_weights
 from fsdptrain.model.parameters import weights_of
@@ -52,7 +53,7 @@ from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import decoder_layers
 from fsdptrain.parallel import shard
-from fsdptrain.parallel.patches import ISSUED, named
+from fsdptrain.parallel.patches import ISSUED, named, recorded_collectives
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
@@ -63,11 +64,9 @@ from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 loss_chunks = loss.loss_chunks

@@ -20,15 +20,16 @@ from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
-    "", "run_folder", "terminal", "config", "plan", "trackers", "data", "model", "parallel",
-    "checkpoint", "launch", "train", "forecast", "report", "inference", "validate",
+    "", "run_folder", "terminal", "config", "plan", "data", "model", "parallel", "failures",
+    "checkpoint", "launch", "report", "train", "forecast", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
-    "", "run_folder", "terminal", "config", "plan", "trackers", "launch", "report",
+    "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
-    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings", "validate.summary",
-    "validate.nodes", "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
+    "failures.explain", "failures.translate", "failures.notify_nodes",
+    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings",
+    "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
     "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",
     "forecast.measured", "forecast.render", "forecast.plot",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
@@ -18,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -51,6 +53,7 @@ RELIES_ON = {
     # Replaced by `resharding_to`.
     f"{FSDP}._fsdp_init._get_post_forward_mesh_info": {"b3e1d55b6ef7": "2.11.0 2.13.0 2.15.0"},
     "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
+    "torch._C._distributed_c10d._dump_fr_trace_json": {"eaafe7d69bd1": "2.11.0 2.13.0", "f675f8e60e0a": "2.15.0"},
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
     # By `recompute`, and by `forecast.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
     "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
@@ -270,6 +273,16 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
             kind = f"{kind} of {CONTEXT}"
         found.append({**entry, "collective": kind, "side": description == SIDE})
     return found
+
+
+def recorded_collectives() -> dict[str, dict[str, Any]]:
+    """Return backend → what torch's flight recorder has of this rank's collectives.
+
+    Each backend has a recorder of its own; that of NCCL is only in builds with CUDA.
+    """
+    dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    found = {backend: getattr(_distributed_c10d, name, None) for backend, name in dumps.items()}
+    return {backend: json.loads(dump()) for backend, dump in found.items() if dump}
 
 
 def allow_graphs(count: int) -> None:

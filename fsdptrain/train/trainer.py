@@ -20,14 +20,14 @@ from fsdptrain.config.schedule import learning_rate
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
-from fsdptrain.parallel.heartbeat import Heartbeat
+from fsdptrain.failures.heartbeat import Heartbeat
+from fsdptrain.failures.translate import exit_from_thread
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
 from fsdptrain.train.borders import Borders
-from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
