@@ -326,7 +326,7 @@ def show_nodes(
     rows = [
         [
             name, ", ".join(dict.fromkeys(faults)) or "ok", node.plan[:6], (node.data or "none")[:6], gpus_text(node),
-            " ".join(node.gloo or ["none"]), rate(node.inside_bw), rate(node.between_bw),
+            " ".join(node.gloo or ["none"]), bandwidth_text(node.inside_bw), bandwidth_text(node.between_bw),
         ]
         for name, faults, node in zip(names, words, nodes, strict=True)
     ]  # fmt: skip
@@ -336,7 +336,7 @@ def show_nodes(
     findings.levels["nodes"] = {name: dataclasses.asdict(node) for name, node in zip(names, nodes, strict=True)}
     if hardware is None:
         return
-    inside, between = rate(hardware.intra_bw), rate(hardware.inter_bw)
+    inside, between = bandwidth_text(hardware.intra_bw), bandwidth_text(hardware.inter_bw)
     findings.add_lines(
         HEADING,
         f"bandwidth of a rank in an all-reduce; the forecast assumes {inside} inside and {between} between nodes",
@@ -345,13 +345,13 @@ def show_nodes(
         links = ("inside", node.inside_bw, hardware.intra_bw), ("between", node.between_bw, hardware.inter_bw)
         for link, measured, assumed in links:
             if measured and measured < SLOW_LINK * assumed:
+                found, wanted = bandwidth_text(measured), bandwidth_text(assumed)
                 findings.add_note(
-                    f"slow link {link} nodes: {rate(measured)} on {name}, but the forecast assumes {rate(assumed)}: "
-                    "steps will take longer"
+                    f"slow link {link} nodes: {found} on {name}, but the forecast assumes {wanted}: steps take longer"
                 )
 
 
-def rate(bandwidth: float | None) -> str:
+def bandwidth_text(bandwidth: float | None) -> str:
     """Return a bandwidth as `12.3 GB/s`; empty for None."""
     if bandwidth is None:
         return ""
