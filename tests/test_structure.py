@@ -165,7 +165,7 @@ def test_the_document_shows_the_packages_as_they_are() -> None:
         ("docs/guarantees.md", r"^- \*\*Optimizers\*\*: (.*)$", list(OptimizerKind)),
         ("README.md", r"^  format: (.*)$", list(Format)),
         ("docs/memory.md", r"^\| `optim.name` \|[^\n]*\n[^\n]*\n((?:\|[^\n]*\n)*)", list(OptimizerKind)),
-        ("docs/validate.md", r"^\| `--hardware NAME` \|([^|]*?), in any", [*KNOWN, "cpu"]),
+        ("docs/validate.md", r"^\*\*Cards\.\*\* ([^.]*)\.", [*KNOWN, "cpu"]),
     ],
 )
 def test_a_document_lists_every_row_of_a_table(document: str, place: str, names: list[str]) -> None:
