@@ -766,7 +766,7 @@ def _opened_model(
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
-    from fsdptrain.config.reflection import json_schema
+    from fsdptrain.config.keys import json_schema
 
     _print_json(json_schema())
 
@@ -791,8 +791,8 @@ def init(
         raise RecipeError(f"{dest} exists already and is not overwritten")
     if not data or model is None:
         raise RecipeError("give --data and --model")
-    from fsdptrain.data.init_recipe import read_starter
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.init_recipe import read_starter
     from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)

@@ -25,7 +25,7 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.reflection import all_paths
+from fsdptrain.config.keys import KEYS
 from fsdptrain.errors import Problem, RecipeError, Unreadable, listed
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
@@ -197,7 +197,7 @@ def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
     Keys that the older plan lacks, because another version wrote it, are left out.
     """
     new = json.loads(plan.to_json())
-    paths = {path: f"recipe.{path}" for path in all_paths()}
+    paths = {path: f"recipe.{path}" for path in KEYS}
     paths |= {"device": "topology.device", "version": "version"}
     paths |= {name: name for name in (f"libraries.{library}" for library in plan.libraries)}
     pairs = {name: [_at(old, path), _at(new, path)] for name, path in paths.items()}

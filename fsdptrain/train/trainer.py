@@ -194,9 +194,8 @@ class Trainer:
         done, stop = resumed, self.enter_window(resumed)
         while True:
             last = done >= self.sizes.total_steps
-            # An evaluation, a save or a comparison needs all steps read: one may have to be skipped or to end the run.
-            every = (recipe.eval.every, recipe.checkpoint.every, recipe.fsdp.compare_copies_every)
-            if last or stop or any(due(done, steps) for steps in every):
+            # An evaluation or a save needs all steps read: one may have to be skipped or to end the run.
+            if last or stop or due(done, recipe.eval.every) or due(done, recipe.checkpoint.every):
                 stop |= self.read_steps()
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
@@ -206,9 +205,8 @@ class Trainer:
             wanted = due(done, recipe.checkpoint.every) or self.checkpointer.is_among_best(done)
             saves = done > resumed and (last or stop or wanted)
             # A save writes a part of each copy, so they are compared before it.
-            if saves or (done > resumed and due(done, recipe.fsdp.compare_copies_every)):
-                self.compare_copies(done)
             if saves:
+                self.compare_copies(done)
                 stop |= self.save(done, wait=last or stop or not recipe.checkpoint.async_)
                 gc.collect()
             if last or stop:

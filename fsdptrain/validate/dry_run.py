@@ -35,7 +35,7 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import search
-from fsdptrain.model import flash
+from fsdptrain.model.attention import installed_flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.processes import answer_parent, records_of_parent
@@ -239,7 +239,7 @@ def hardware_here(plan: Plan) -> Hardware | None:
     if not torch.cuda.is_available():
         return None
     properties, (major, _) = torch.cuda.get_device_properties(0), torch.cuda.get_device_capability(0)
-    return card(properties.name, properties.total_memory, next(iter(flash.installed(major)), "flash"))
+    return card(properties.name, properties.total_memory, next(iter(installed_flash(major)), "flash"))
 
 
 def main() -> None:

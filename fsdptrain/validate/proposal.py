@@ -16,7 +16,7 @@ from fsdptrain.validate.findings import Outcome, show_notes, show_section
 from fsdptrain.validate.request import make_request, run_dry_run
 
 if TYPE_CHECKING:
-    from fsdptrain.data.init_recipe import Starter
+    from fsdptrain.validate.init_recipe import Starter
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from object_store import BUCKET, EXPIRED, FORBIDDEN, REFUSALS, ObjectStore, serv
 
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
-from fsdptrain.data import objects, sources
+from fsdptrain.data import readers, sources
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.corpus import open_rows
-from fsdptrain.data.objects import fetch, list_objects
+from fsdptrain.data.readers import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.data.windows import WindowStream, open_stream, windows_of
@@ -73,7 +73,7 @@ def put(folder: Any, **files: bytes | str) -> None:
         path.fs.pipe_file(path.key, content.encode() if isinstance(content, str) else content)
 
 
-def relist(url: object) -> tuple[objects.DataObject, ...]:
+def relist(url: object) -> tuple[readers.DataObject, ...]:
     """List again, as another process does."""
     list_objects.cache_clear()
     return list_objects(str(url))
@@ -230,8 +230,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in pieces of 8 bytes, and wait less than a second for a store."""
     options = {"connect_timeout": 1, "read_timeout": 0.5, "retries": {"total_max_attempts": 2, "mode": "standard"}}
     monkeypatch.setitem(storage.OPTIONS, "s3", {"config_kwargs": options})
-    monkeypatch.setattr(objects, "REQUEST_BYTES", 8)
-    monkeypatch.setattr(objects, "POLL_S", 0.02)
+    monkeypatch.setattr(readers, "REQUEST_BYTES", 8)
+    monkeypatch.setattr(readers, "POLL_S", 0.02)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -327,7 +327,7 @@ def test_a_stop_ends_the_download_and_keeps_what_is_complete(tmp_path: Path, buc
     assert {each.copy.read_text() for each in kept} == {2 * LINE}
 
 
-FETCH = "import sys; from fsdptrain.data.objects import *; fetch(list_objects(sys.argv[1])); print('done')"
+FETCH = "import sys; from fsdptrain.data.readers import *; fetch(list_objects(sys.argv[1])); print('done')"
 
 
 def test_one_process_of_a_node_downloads_for_all(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
