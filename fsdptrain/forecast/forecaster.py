@@ -37,7 +37,6 @@ class Forecast:
     breakdown: dict[Category, int]
     peaks: dict[str, int]
     collectives: list[dict[str, Any]]
-    textbook: dict[str, int]
     flops: float
     model_flops: float
     step_s: float

@@ -55,16 +55,15 @@ def traffic_rows(forecast: Forecast) -> list[list[str]]:
 
 
 def traffic_lines(forecast: Forecast) -> list[str]:
-    """Return what a rank sends in a step, and what the textbook formulas give for comparison."""
+    """Return what a rank sends in a step."""
     wire = sum(traffic["wire"] for traffic in forecast.collectives)
     if not wire:
         return ["none: there is one rank"]
     network = sum(traffic["network"] for traffic in forecast.collectives)
-    book = ", ".join(f"{name} {size(amount)}" for name, amount in forecast.textbook.items())
-    return [
-        f"a rank sends {size(wire)} in all" + (f", {size(network)} of it to other nodes" if network else ""),
-        f"textbook formulas, for one micro-batch: {book}",
-    ]
+    line = f"a rank sends {size(wire)} in all"
+    if network:
+        line += f", {size(network)} of it to other nodes"
+    return [line]
 
 
 def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:

@@ -70,7 +70,7 @@ class FakeForecaster:
         return Forecast(
             fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks=peaks,
             memory_bytes=self.memory, peak_bytes=need, reserved_bytes=need, overhead_bytes=0, host_bytes=0,
-            moment="loss", breakdown={}, textbook={}, collectives=[], flops=1, model_flops=1, step_s=step,
+            moment="loss", breakdown={}, collectives=[], flops=1, model_flops=1, step_s=step,
             step_s_range=[step] * 2, compute_s=step - self.idle, communication_s=0, exposed_s=0,
             tokens_per_s=1000 / step, mfu=0.4, hardware="h100-80gb", method="pretended",
         )  # fmt: skip

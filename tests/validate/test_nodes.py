@@ -28,7 +28,7 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate import request as requests
 from fsdptrain.validate.findings import Findings, show_outcome
-from fsdptrain.validate.node_check import Node, compare_nodes, plan_differences, show_nodes
+from fsdptrain.validate.node_check import Node, compare_nodes, show_nodes
 
 H100 = KNOWN["h100-80gb"]
 
@@ -36,7 +36,7 @@ H100 = KNOWN["h100-80gb"]
 def node(number: int, **changes: Any) -> Node:
     """Return a node with eight healthy GPUs."""
     own = Node(
-        host=f"gpu-{number}", ranks=8, versions={"torch": "2.13.0", "NCCL": "2.28.3"}, plan="1e51da", changes=[],
+        host=f"gpu-{number}", ranks=8, plan="1e51da", changes=[],
         data="f6bba6000000aaaa", shares_output=True, gloo=["eth0", f"10.0.0.{number}"], gpus=["H100 80GB HBM3"] * 8,
         inside_bw=340e9, between_bw=44e9,
     )  # fmt: skip
@@ -60,10 +60,6 @@ def test_nodes_that_agree_are_ready() -> None:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, int, str]] = {  # what node 1 has → its word, the exit code, the message
-    "version": (
-        {"versions": {"torch": "2.12.1", "NCCL": "2.28.3"}}, "versions", 2, "2.12.1 on gpu-1, but 2.13.0 on 2 nodes",
-    ),
-    "no library": ({"versions": {"torch": "2.13.0"}}, "versions", 2, "NCCL is not installed on gpu-1"),
     "plan": ({"changes": ["seed: 1 → 2"]}, "plan", 2, "seed: 1 → 2 on gpu-1"),
     "data": ({"data": "0000aaaa11112222"}, "data", 4, "0000aaaa1111 on gpu-1, but f6bba6000000 on 2 nodes"),
     "no data": (
@@ -87,15 +83,6 @@ def test_a_node_that_differs_is_named_with_the_way_out(fault: str) -> None:
     assert (len(findings.problems), findings.exit_code, verdicts(findings)) == (1, code, ["ok", word, "ok"])
 
 
-def test_a_slow_link_is_a_note() -> None:
-    findings = compared(node(0), node(1, inside_bw=20e9), node(2, between_bw=1e9))
-    assert findings.problems == [] and verdicts(findings) == ["ok"] * 3
-    assert [("20.0 GB/s on gpu-1" in note, "1.00 GB/s on gpu-2" in note) for note in findings.notes] == [
-        (True, False),
-        (False, True),
-    ]
-
-
 def test_nodes_on_one_machine_may_meet_on_loopback() -> None:
     own = {"host": "box", "gloo": ["lo", "127.0.0.1"]}
     findings = compared(node(0, **own), node(1, **own))
@@ -103,20 +90,10 @@ def test_nodes_on_one_machine_may_meet_on_loopback() -> None:
     assert [row[0] for row in findings.sections["Nodes"][0]["rows"]] == ["box/0", "box/1"]
 
 
-def test_plans_are_compared_key_by_key() -> None:
-    first = {"recipe": {"optim": {"lr": 0.1}, "model": {"config": {}}}, "version": "1", "run_dir": "/a"}
-    other = {"recipe": {"optim": {"lr": 0.2}, "model": {"config": {"n": 1}}}, "version": "2", "run_dir": "/b"}
-    found = plan_differences(first, other)
-    assert {*found} >= {"optim.lr: 0.1 → 0.2", "run_dir: /a → /b", "model.config.n: None → 1"}
-    assert not any("version" in line for line in found) and plan_differences(first, first) == []
-
-
 def test_nodes_may_differ_in_their_cores_but_not_in_their_folder(tmp_path: Path) -> None:
     plan = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 1))
     more_cores = dataclasses.replace(plan, threads=plan.threads + 1)
-    for other, equal in ((more_cores, True), (dataclasses.replace(more_cores, run_dir="/another/folder"), False)):
-        shared = [json.loads(each.shared().to_json()) for each in (plan, other)]
-        assert (plan.digest() == other.digest()) == equal == (plan_differences(*shared) == [])
+    assert plan.digest() == more_cores.digest() != dataclasses.replace(plan, run_dir="/another/folder").digest()
 
 
 @pytest.mark.parametrize(
