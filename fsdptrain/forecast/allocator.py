@@ -220,7 +220,10 @@ class Allocator:
         pool = block.pool
         place = pool.unmapped.index(block)
         pages = round_up(size, pool.page)
-        pool.unmapped[place : place + 1] = [block.split(pages)] if pages < block.size else []
+        if pages < block.size:
+            pool.unmapped[place] = block.split(pages)
+        else:
+            del pool.unmapped[place]
         block.mapped = True
 
     def release_cached(self) -> None:

@@ -92,12 +92,14 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         f"{counted(each.accumulation, 'micro-batch', 'es')} × {size}"
         for each in plan.on_each_number()
     ][1:]
-    return values, [
+    lines = [
         f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
         f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
         f"{plan.ranks_text} × {micro} × {size}",
-        *([f"if nodes are lost: {'; '.join(fewer)}"] if fewer else []),
     ]
+    if fewer:
+        lines.append(f"if nodes are lost: {'; '.join(fewer)}")
+    return values, lines
 
 
 def check_step(

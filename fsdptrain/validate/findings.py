@@ -115,7 +115,8 @@ class Findings:
                 self.add_note(f"not checked here: {text}")
                 name = UNCHECKED.get(text.partition(":")[0], "build of torch")
                 name += " (no Hub)" if HUB_UNREACHABLE in text else ""
-                self.unchecked += [name] if name not in self.unchecked else []
+                if name not in self.unchecked:
+                    self.unchecked.append(name)
             elif text not in self.problems:
                 self.problems.append(text)
                 self._codes[text] = error.exit_code

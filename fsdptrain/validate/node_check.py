@@ -210,16 +210,19 @@ def rank_gpu(plan: Plan, local_rank: int) -> dict[str, list[str]]:
     """Return the name of this rank's GPU and why it cannot be used; nothing for a plan on the CPU."""
     if plan.topology.device == "cpu":
         return {"gpus": [], "gpu_faults": []}
-    name, fault = "unknown", ""
+    name, faults = "unknown", []
     try:
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
         free, total = torch.cuda.mem_get_info(device)
         if total - free > MAX_USED:
-            fault = f"{size(total - free)} of its memory are in use: nvidia-smi shows by which process; end it"
+            used = size(total - free)
+            faults.append(
+                f"GPU {local_rank}: {used} of its memory are in use: nvidia-smi shows by which process; end it"
+            )
     except Exception as error:  # a GPU that is lost, or not there, raises many classes
-        fault = f"cannot be used: {first_line(error)}"
-    return {"gpus": [name], "gpu_faults": [f"GPU {local_rank}: {fault}"] if fault else []}
+        faults.append(f"GPU {local_rank}: cannot be used: {first_line(error)}")
+    return {"gpus": [name], "gpu_faults": faults}
 
 
 def node_names(nodes: Sequence[Node]) -> list[str]:

@@ -85,7 +85,9 @@ def make_request(
     if price is not None and price < 0:
         raise RecipeError(f"--price-per-gpu-hour: {price:g} is negative")
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
-    notes = ([target.note] if target and target.note else []) + untested_versions()
+    notes = untested_versions()
+    if target and target.note:
+        notes.insert(0, target.note)
     return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, price, **options)
 
 
