@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdptrain.config.reflection import flat
+from fsdptrain.config.keys import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
 from fsdptrain.plan.plan import Plan, open_plan

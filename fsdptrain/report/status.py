@@ -21,7 +21,7 @@ from rich.text import Text
 
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, StorageError, first_line
-from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
+from fsdptrain.failures.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.processes import STOP_SIGNAL, Interrupted
 from fsdptrain.report.trackers import TrackerState
