@@ -21,8 +21,8 @@ from rich.console import Console
 
 import fsdptrain
 from fsdptrain.checkpoint.resume import EarlierAttempts
-from fsdptrain.launch.run_banner import heading
 from fsdptrain.plan.plan import Plan
+from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 

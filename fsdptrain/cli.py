@@ -241,12 +241,12 @@ def run(
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.launcher import launch, worker_settings
-        from fsdptrain.launch.run_banner import heading
         from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
         from fsdptrain.report.next_steps import next_steps
+        from fsdptrain.report.run_banner import heading
         from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.terminal.screen import Screen

@@ -21,7 +21,7 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "run_folder", "terminal", "config", "plan", "data", "model", "parallel", "failures",
-    "checkpoint", "launch", "report", "train", "forecast", "inference", "validate",
+    "checkpoint", "report", "launch", "train", "forecast", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
     "", "run_folder", "terminal", "config", "plan", "launch", "report",

@@ -38,11 +38,11 @@ from fsdptrain.errors import (
     from_record,
 )
 from fsdptrain.failures.explain import explain, explain_hang, hung_ranks
-from fsdptrain.launch.run_banner import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.run_lock import lock_run
 from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
+from fsdptrain.report.run_banner import heading, nodes_allowed, nodes_text
 from fsdptrain.run_folder.events import cut_partial_lines, record_restart
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.run_folder.ownership import FolderWatch

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import prompt_source
-from fsdptrain.launch.run_banner import short_path
 from fsdptrain.plan.plan import Plan
+from fsdptrain.report.run_banner import short_path
 from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.records import RunState, Tail
 from fsdptrain.run_folder.rundir import RunDir

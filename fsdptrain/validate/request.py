@@ -21,13 +21,13 @@ from typing import Any
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
 from fsdptrain.launch.launcher import Attempt
-from fsdptrain.launch.run_banner import nodes_allowed
 from fsdptrain.plan.hardware import Hardware, parse_hardware
 from fsdptrain.plan.network import address_of, is_loopback
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.plan.versions import untested_versions
 from fsdptrain.processes import Child, StopRequest
+from fsdptrain.report.run_banner import nodes_allowed
 from fsdptrain.run_folder.files import full_tmpdir_errors
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen

@@ -36,7 +36,6 @@ from fsdptrain.cli import _show_finished
 from fsdptrain.config.reader import load
 from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
-from fsdptrain.launch.run_banner import heading
 from fsdptrain.launch.run_lock import (
     DATA_LIKE_FILES,
     check_run_dir,
@@ -48,6 +47,7 @@ from fsdptrain.launch.run_lock import (
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import child_command
+from fsdptrain.report.run_banner import heading
 from fsdptrain.report.status import is_locked, observe
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.ownership import (

@@ -25,10 +25,10 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.timing import kernel_s
 from fsdptrain.forecast.trace import HOST, Kernel
-from fsdptrain.launch.run_banner import heading
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.report.run_banner import heading
 from fsdptrain.train.setup import check_cards
 
 KINDS = ("rowwise", "tensorwise")

@@ -35,7 +35,6 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.launch.run_banner import heading
 from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
@@ -43,6 +42,7 @@ from fsdptrain.model.units import is_adapter
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
+from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup

@@ -17,11 +17,11 @@ from support import ROOT, write_recipe
 
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
-from fsdptrain.launch.run_banner import heading
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import topology_of
 from fsdptrain.processes import VisibleText
+from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.records import EVENTS
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.liveline import LiveLine
