@@ -453,27 +453,6 @@ FAMILIES = {
                       call='<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>[|endofturn|]'),
 }  # fmt: skip
 
-# Marked twins: what is before the mark, in it and behind it is written as the template writes it without marks.
-TWINS = {
-    "glm4.5": [("{{ '<|assistant|>\n<think>' }}", "{{ '<|assistant|>' }}{% generation %}{{ '\n<think>' }}"),
-               ("{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}",
-                "{{ '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}{% elif m.role == 'tool' %}"),
-               ("{% else %}{{ '<|' + m.role + '|>\n' + m.content }}",
-                "{% else %}{{ ('<|' + m.role + '|>' if loop.first or m.role == 'system' else '') + '\n' + m.content }}")],
-    "gpt-oss": [("{{ '<|start|>assistant to", "{{ '<|start|>assistant' }}{% generation %}{{ ' to"),
-                ("{{ '<|call|>' }}", "{{ '<|call|>' }}{% endgeneration %}"),
-                ("{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}",
-                 "{{ '<|start|>assistant' }}{% generation %}{{ '<|channel|>final<|message|>' + m.content + '<|return|>' }}"
-                 "{% endgeneration %}")],
-    "gemma4": [("{% for call in m.tool_calls or [] %}", "{% generation %}{% for call in m.tool_calls or [] %}"),
-               ("{% set state.last = 'call' if", "{% if m.tool_calls %}{{ '<|tool_response>' }}{% endif %}{% endgeneration %}"
-                "{% set state.last = 'call' if"),
-               ("{{ '<|tool_response>response:'", "{{ 'response:'"),
-               ("{{ content }}{% if state.last == 'call' %}{{ '<|tool_response>' }}{% elif state.last != 'result' or content %}"
-                "{{ '<turn|>\n' }}{% endif %}", "{% if role == 'model' and content %}{% generation %}{{ content + '<turn|>' }}"
-                "{% endgeneration %}{{ '\n' }}{% elif role != 'model' %}{{ content + '<turn|>\n' }}{% endif %}")],
-}  # fmt: skip
-
 # What a template may leave out, and what names it: (replaced in the template of Qwen2.5, by what, the message).
 OMITTED = {
     "a call": ("in m.tool_calls %}", "in m.tool_calls[:1] %}", r"the call of 'get_weather' in message 2 \(call 2 of 2\)"),

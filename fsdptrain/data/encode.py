@@ -66,11 +66,9 @@ class Encoder:
         self.added_ids = frozenset(found)
         self.taking_space = tuple(token.content for token in found.values() if token.rstrip)
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
-        self.render_conversation = (
-            ConversationRenderer(tokenizer, data, day)
-            if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template)
-            else None
-        )
+        self.render_conversation: ConversationRenderer | None = None
+        if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template):
+            self.render_conversation = ConversationRenderer(tokenizer, data, day)
         self.lengths = array("I")  # tokens of each row, or of both answers of a pair
         self.dropped = 0
         self.notes = self.render_conversation.notes if self.render_conversation else Counter[str]()
@@ -176,15 +174,11 @@ class Encoder:
         if token is None or found.ids[token] not in self.added_ids:
             return edge
         begin, end = found.token_to_chars(token)
-        return (
-            edge
-            if begin == edge
-            else end
-            if not text[edge:end].strip()
-            else begin
-            if not text[begin:edge].strip()
-            else edge
-        )
+        if begin != edge and not text[edge:end].strip():
+            return int(end)
+        if begin != edge and not text[begin:edge].strip():
+            return int(begin)
+        return edge
 
     def _encode_in_parts(self, found: Any, text: str, edges: list[int]) -> Located:
         """Encode a text in parts, cut at its edges; as a whole when the parts decode to another text.

@@ -45,11 +45,6 @@ def model_revision(plan: Plan) -> str:
     return plan.recipe.model.revision or "main"
 
 
-def _model_file(plan: Plan, name: str) -> str | None:
-    """Return the path of a file of `model.id`, downloaded where it must be; None if the model has no such file."""
-    return cached_file_or_none(str(plan.recipe.model.id), name, model_revision(plan))
-
-
 def read_json(model: str, revision: str | None, name: str, field: str) -> dict[str, Any]:
     """Return a JSON file of a model, {} when there is none; raises RecipeError when it is not a JSON object."""
     with recipe_errors(f"{field}: cannot read {name} of {model}"), hub_errors(field, model):
@@ -117,18 +112,18 @@ def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
         return
     progress(f"asking the Hub for {' and '.join(names)}", 0, 0)
     answered = threading.Event()
-    request = threading.Thread(target=_request_hub, args=(answered,), daemon=True)
+
+    def send() -> None:
+        with contextlib.suppress(Exception):  # the HTTP library may raise any class
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+            answered.set()
+
+    request = threading.Thread(target=send, daemon=True)
     request.start()
     request.join(HUB_TIMEOUT_S)
     if not answered.is_set():
         go_offline()
         progress(f"the Hub did not respond within {HUB_TIMEOUT_S:g} s; continuing offline with the local cache", 0, 0)
-
-
-def _request_hub(answered: threading.Event) -> None:
-    with contextlib.suppress(Exception):  # the HTTP library may raise any class
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-        answered.set()
 
 
 def safetensors_files(plan: Plan) -> list[str]:
@@ -146,7 +141,7 @@ def safetensors_files(plan: Plan) -> list[str]:
         )
     names = [named] if named else [constants.SAFETENSORS_SINGLE_FILE, constants.SAFETENSORS_INDEX_FILE]
     with recipe_errors(f"model.id: cannot read {model.id}"):
-        found = [path for name in names if (path := _model_file(plan, name))]
+        found = [path for name in names if (path := cached_file_or_none(str(model.id), name, model_revision(plan)))]
     if not found:
         raise RecipeError(
             f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)"

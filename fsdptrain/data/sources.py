@@ -61,11 +61,8 @@ DESCRIPTIONS = frozenset(
 )
 
 
-def split_of(name: str) -> str:
-    """Return the split of a file by its path below a folder: that in the name of a shard, else a kind; empty for none.
-
-    A folder's name comes before the file's.
-    """
+def _split_of(name: str) -> str:
+    """Return the split of a file by its path below a folder: that of a shard, else a kind, first of the folders."""
     *folders, file = name.split("/")
     if shard := SHARD.match(file):
         return shard[1]
@@ -78,7 +75,7 @@ def _kind_of(name: str) -> str:
     return next((kind for kind, known in KINDS_OF_SPLITS.items() if words & known), "")
 
 
-def splits_to_train(splits: Collection[str], place: str) -> set[str]:
+def _splits_to_train(splits: Collection[str], place: str) -> set[str]:
     """Return which of a folder's splits are trained: the one for training, without it those that are no known kind.
 
     If there is nothing else, a folder of held-out data is read. Raises DataError for several splits for training.
@@ -95,12 +92,7 @@ def splits_to_train(splits: Collection[str], place: str) -> set[str]:
     return {split for split, kind in kinds.items() if not kind} or {*splits}
 
 
-def split_to_hold_out(splits: Collection[str]) -> str | None:
-    """Return the split that evaluates what is trained: a validation split, else a test split; None without one."""
-    return next((split for kind in (VALIDATION, TEST) for split in splits if _kind_of(split) == kind), None)
-
-
-def pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
+def _pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
     """Return the path of one file, or a glob that matches these files and no others; None if that is not found."""
     if len(names) == 1:
         return next(iter(names))
@@ -244,7 +236,7 @@ def _found(path: DataPath) -> list[DataFile | DataObject]:
     found: dict[str, DataFile | DataObject] = {}
     for place in places(path):
         splits = _by_split(place)
-        for split in splits_to_train(splits, place) if splits else ():
+        for split in _splits_to_train(splits, place) if splits else ():
             found |= splits[split]
     return list(found.values())
 
@@ -262,7 +254,7 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
         inside = name.removeprefix(folder)
         parts = inside.split("/")
         if inside == name or not (parts[-1].lower() in DESCRIPTIONS or any(p.startswith((".", "__")) for p in parts)):
-            splits.setdefault("" if inside == name else split_of(inside), {})[name] = each
+            splits.setdefault("" if inside == name else _split_of(inside), {})[name] = each
     return splits
 
 
@@ -271,7 +263,7 @@ def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
     found, evaluated = [], {str(each) for each in _found(eval_path)} if eval_path else set()
     for place in places(path):
         splits = _by_split(place)
-        read = splits_to_train(splits, place) if splits else set()
+        read = _splits_to_train(splits, place) if splits else set()
         others = [split for split in splits if split not in read and not splits[split].keys() <= evaluated]
         if others:
             chosen = f"split {', '.join(read)} is" if all(read) else "files of no split are"
@@ -286,10 +278,11 @@ def held_out_files(path: DataPath) -> str | None:
     """Return the path of the validation split in the folder of the data, else of the test split; None without one."""
     if not isinstance(path, str) or len(splits := _by_split(path)) < 2:
         return None
-    wanted = split_to_hold_out(splits)
-    if wanted is None or wanted in splits_to_train(splits, path):
+    kinds = {_kind_of(split): split for split in reversed(splits)}
+    wanted = kinds.get(VALIDATION, kinds.get(TEST))
+    if wanted is None or wanted in _splits_to_train(splits, path):
         return None
-    return pattern_of(splits[wanted], [name for split, names in splits.items() if split != wanted for name in names])
+    return _pattern_of(splits[wanted], [name for split, names in splits.items() if split != wanted for name in names])
 
 
 def data_objects(path: DataPath) -> list[DataObject]:

@@ -28,7 +28,7 @@ from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.init_recipe import LONGEST, RowLengths, choose_sizes, kept_tokens
+from fsdptrain.validate.init_recipe import LONGEST, RowLengths, choose_sizes
 
 HEADING = "Data"
 LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone
@@ -112,12 +112,10 @@ def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> di
     data, name = source.data, f"{source.name}: " if named else ""
     readable_files(data.path, limit=1, progress=findings.send_progress)
     columns, first_rows = peek(data.path, data)
-    needed = {field: data.columns.get(field, field) for field in data.format.fields}
-    optional = {field: data.columns.get(field, field) for field in data.format.optional}
-    needed |= {field: column for field, column in optional.items() if column in columns}
+    fields = {field: data.columns.get(field, field) for field in (*data.format.fields, *data.format.optional)}
+    needed = {field: column for field, column in fields.items() if field in data.format.fields or column in columns}
     reads = describe_columns(data.path, data)
-    line = f"{name}format {data.format}, which reads {reads}; columns: {listed(columns)}"
-    findings.add_lines(HEADING, line)
+    findings.add_lines(HEADING, f"{name}format {data.format}, which reads {reads}; columns: {listed(columns)}")
     if seam := seam_without_space(first_rows, data):
         findings.add_note(
             f"{name}no white space between prompt and completion, for example in {seam}; set data.separator to add some"
@@ -148,7 +146,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         before, found = findings.levels["data"]["sources"], describe_sources(plan, stream, tokenizer)
         packed["sources"] = [read | each for read, each in zip(before, found, strict=True)]
     else:
-        packed |= describe_rows(plan.recipe.data, stream.corpus.parts[0], tokenizer)
+        packed |= describe_rows(stream.corpus.parts[0], tokenizer)
     findings.add_values("data", packed, HEADING)
     show_sequences(plan, packed, findings)
     if is_chat and not has_template:
@@ -187,11 +185,10 @@ def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, A
     }
 
 
-def describe_rows(data: Data, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the lengths of the rows of a source, how they share sequences, and its first row."""
     return {
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
-        "kept": kept_by_seq_len(corpus.lengths, data),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
         "lengths_per_sequence": corpus.lengths_per_sequence(),
         "example": corpus.show(tokenizer),
@@ -218,7 +215,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
             "trained_share": trained[i] / sum(trained),
             "sequences_read": read[i],
             "times_read": times[i],
-            **describe_rows(source.data, part, tokenizer),
+            **describe_rows(part, tokenizer),
         }
         for i, (source, part) in enumerate(zip(plan.sources, parts, strict=True))
     ]
@@ -246,19 +243,6 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
     }
 
 
-def kept_by_seq_len(lengths: np.ndarray[Any, Any], data: Data) -> list[dict[str, Any]]:
-    """Return which shares of rows (as a whole) and of tokens a half, once, twice and four times `seq_len` would keep.
-
-    They are in ascending order, up to the first that keeps every row.
-    """
-    kept: list[dict[str, Any]] = []
-    for limit in (data.seq_len // 2, data.seq_len, 2 * data.seq_len, 4 * data.seq_len):
-        if not kept or kept[-1]["rows"] < 1:
-            tokens = kept_tokens(lengths, limit, data.treatment) / float(lengths.sum())
-            kept.append({"seq_len": limit, "rows": float((lengths <= limit).mean()), "tokens": tokens})
-    return kept
-
-
 def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
     """Add the lines of the rows of a source: counts, and a histogram of their lengths."""
     lengths = packed["lengths"]
@@ -267,23 +251,18 @@ def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str 
         "drop": "dropped",
     }[data.treatment]  # fmt: skip
     longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], packed['rows'], 'row')}, {beyond}"
-    rows = counted(packed["rows"], "row")
-    rows += f" of {counted(packed['conversations'], 'conversation')}" if "conversations" in packed else ""
+    rows, dropped = counted(packed["rows"], "row"), "no rows dropped"
+    if "conversations" in packed:
+        rows += f" of {counted(packed['conversations'], 'conversation')}"
+    if packed["dropped"]:
+        dropped = f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
     findings.add_lines(
         HEADING,
-        f"{name}{rows}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
-        + (
-            f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
-            if packed["dropped"]
-            else "no rows dropped"
-        ),
+        f"{name}{rows}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; {dropped}",
         f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
-    if (kept := packed["kept"])[0]["rows"] < 1:
-        shares = (f"{each['seq_len']:,}: {each['rows']:.1%}, {each['tokens']:.1%}" for each in kept)
-        findings.add_lines(HEADING, f"rows kept whole, and tokens kept, by seq_len: {'; '.join(shares)}")
 
 
 def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
@@ -294,7 +273,7 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         findings.add_lines(HEADING, f"its first row, trained parts in ⟦ ⟧:\n{each['example']}")
     if sources:
         header = ["source", "sequences", "filled", "share", "of tokens", "of trained tokens", "read"]
-        rows = [
+        table = [
             [
                 each["name"], f"{each['sequences']:,}", f"{each['fill']:.1%}",
                 *(f"{each[kind]:.2%}" for kind in ("share", "token_share", "trained_share")),
@@ -302,18 +281,16 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
             ]
             for each in sources
         ]  # fmt: skip
-        findings.add_item(HEADING, "table", header=header, rows=rows)
+        findings.add_item(HEADING, "table", header=header, rows=table)
     else:
         show_rows(data, packed, findings)
-    mixed = (
-        f", with {packed['rows_per_sequence']:.1f} rows of {packed['lengths_per_sequence']:.1f} different lengths in "
-        "each"
-        if data.packing != "none" and not sources
-        else ""
-    )
+    mixed, of_epoch = "", " in an epoch" if sources else ""
+    if data.packing != "none" and not sources:
+        rows, lengths = packed["rows_per_sequence"], packed["lengths_per_sequence"]
+        mixed = f", with {rows:.1f} rows of {lengths:.1f} different lengths in each"
     findings.add_lines(
         HEADING,
-        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{' in an epoch' * bool(sources)}, "
+        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{of_epoch}, "
         f"{packed['fill']:.1%} filled{mixed}; {packed['eval_sequences']:,} held out; "
         f"{packed['steps_per_epoch']:,.1f} steps per epoch, {packed['steps']:,} in total; "
         f"{size(packed['prepared_bytes'])} in the cache",

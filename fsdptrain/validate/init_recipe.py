@@ -83,6 +83,9 @@ class Starter:
             for path, value in keys.items()
             if path.startswith("fsdp.") and path not in written and value is not None
         }
+        rate, objective = "2e-5", ""
+        if self.read_as.format.is_paired:
+            rate, objective = "1e-6", "  objective: dpo # learn which of two answers is preferred\n"
         text = RECIPE.format(
             dest=self.dest,
             name=_run_name(self.model, self.path if isinstance(self.path, str) else self.path[0]),
@@ -99,8 +102,8 @@ class Starter:
             strategies=", ".join(Strategy),
             recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
             fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
-            rate="1e-6" if self.read_as.format.is_paired else "2e-5",
-            objective="  objective: dpo # learn which of two answers is preferred\n" * self.read_as.format.is_paired,
+            rate=rate,
+            objective=objective,
             epochs=keys.get("train.epochs", 1),
             batch=keys.get("train.global_batch_size", 64),
             micro=keys.get("train.micro_batch_size", 1),
@@ -181,13 +184,9 @@ class RowLengths:
 
     def tokens(self, seq_len: int, treatment: Treatment) -> int:
         """Return how many tokens all rows have in sequences of `seq_len`, extrapolated from those that were read."""
-        return round(kept_tokens(self.lengths, seq_len, treatment) * self.available / len(self.lengths))
-
-
-def kept_tokens(lengths: np.ndarray[Any, Any], seq_len: int, treatment: Treatment) -> float:
-    """Return how many tokens of rows of these lengths [R] are in sequences of `seq_len`."""
-    kept = {"cut": np.minimum(lengths, seq_len), "drop": lengths[lengths <= seq_len]}.get(treatment, lengths)
-    return float(kept.sum())
+        lengths = self.lengths
+        kept = {"cut": np.minimum(lengths, seq_len), "drop": lengths[lengths <= seq_len]}.get(treatment, lengths)
+        return round(float(kept.sum()) * self.available / len(lengths))
 
 
 def choose_sizes(

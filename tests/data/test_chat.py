@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import FAMILIES, OMITTED, TWINS, Family
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from chat_templates import FAMILIES, OMITTED, Family
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
@@ -65,8 +63,7 @@ def whole_text(tokenizer: Any, talk: Talk, tools: Any = None) -> str:
 
 def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[str]:
     """Return the trained parts of a conversation, decoded; checks that its text is what the template renders."""
-    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, **data))
-    rows = list(encoder([{"messages": talk, "tools": tools, "place": "talks.jsonl:1"}]))
+    _, rows = encode(tokenizer, talk, tools=tools, **data)
     if not rows:
         return []
     [(ids, mask)] = rows
@@ -76,6 +73,13 @@ def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[
         else tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
     )
     return runs_of(tokenizer, ids, mask)
+
+
+def encode(tokenizer: Any, *talks: Talk, tools: Any = None, **data: Any) -> tuple[Encoder, list[Any]]:
+    """Return an encoder and what it makes of conversations: rows of tokens with their flags."""
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, **data))
+    rows = [{"messages": talk, "tools": tools, "place": "talks.jsonl:1"} for talk in talks]
+    return encoder, list(encoder(rows))
 
 
 def runs_of(tokenizer: Any, ids: list[int], mask: Sequence[int]) -> list[str]:
@@ -138,25 +142,6 @@ def test_white_space_is_trained_with_the_content_that_has_it(name: str) -> None:
         assert trained(tokenizer, talk) == expected(family, talk)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@given(seed=st.integers(0, 10**6))
-@settings(max_examples=5)
-def test_of_random_conversations_all_words_of_the_assistant_and_no_others_are_trained(name: str, seed: int) -> None:
-    family, draw = FAMILIES[name], random.Random(seed)
-    letters = iter(draw.sample(range(10_000), 200))
-
-    def words(who: str) -> str:
-        return " ".join(f"{who}{next(letters):04}" for _ in range(draw.randint(1, 4)))
-
-    talk = talk_of(*(words("vz" if i % 2 else "kq") for i in range(draw.randint(2, 9))))
-    if family.system and draw.random() < 0.5:
-        talk.insert(0, {"role": "system", "content": words("kq")})
-    runs = "".join(trained(tokenizer_of(name), talk))
-    spoken = [word for m in talk if m["role"] == "assistant" for word in m["content"].split()]
-    assert [word for word in spoken if word not in runs] == []
-    assert "kq" not in runs
-
-
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.call]
 
 
@@ -208,8 +193,7 @@ def test_a_thought_that_is_rendered_is_trained_and_others_are_counted(name: str,
     tokenizer = tokenizer_of(name)
     talk: Talk = talk_of("6 × 7?", "42", "Sure?", "Yes.")
     talk[1][key], talk[3][key] = "I multiply.", "Again."
-    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
-    [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+    encoder, [(ids, mask)] = encode(tokenizer, talk)
     assert runs_of(tokenizer, ids, mask) == [*THINKERS[name]]
     assert encoder.notes["shortened"] == 1 and encoder.notes["endless"] == 0
     in_rows = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, turns="split"))
@@ -219,8 +203,8 @@ def test_a_thought_that_is_rendered_is_trained_and_others_are_counted(name: str,
 def test_a_part_of_a_content_that_the_template_cuts_is_counted() -> None:
     talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", "<think>again</think>Still 42.")
     for name, cut in (("qwen3", 1), ("deepseek r1", 2), ("exaone4", 2), ("chatml", 0)):
-        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
-        assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+        encoder, rows = encode(tokenizer_of(name), talk)
+        assert len(rows) == 1
         assert encoder.notes["shortened"] == cut, name
 
 
@@ -229,36 +213,13 @@ def test_turns_without_an_end_to_learn_are_counted() -> None:
     family, talk = FAMILIES["glm4.5"], TALKS["three turns"]
     for name, stops, endless in [("stopped", family.stops, 0), ("not known", (), 3)]:
         tokenizer = tokenizer_with(family.template, family.tokens, stops=stops)
-        encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
-        [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+        encoder, [(ids, mask)] = encode(tokenizer, talk)
         ends = [run.endswith("<|user|>") for run in runs_of(tokenizer, ids, mask)]
         assert ends == [bool(stops)] * 3 and encoder.notes["endless"] == endless, name
     for name in FAMILIES:
-        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
-        list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))
+        encoder, _ = encode(tokenizer_of(name), talk)
         endless = {"falcon": 3, "nemotron": 3, "glm4": 3, "metharme": 2}.get(name, 0)
         assert encoder.notes["endless"] == endless, name
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_calls_are_trained_as_transformers_masks_those_of_a_template_with_marks(name: str) -> None:
-    family, template = FAMILIES[name], FAMILIES[name].template
-    for plain, marked in TWINS[name]:
-        assert template.count(plain) == 1, plain
-        template = template.replace(plain, marked)
-    talk = [
-        {"role": "user", "content": "The weather in Paris?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "18", "tool_call_id": "123456789", "name": "get_weather"},
-        {"role": "assistant", "content": "It is 18."},
-    ]
-    for messages in (talk, talk[:2]):
-        reference = tokenizer_with(template, family.tokens, family.bos).apply_chat_template(
-            messages, TOOLS, return_dict=True, return_assistant_tokens_mask=True
-        )
-        encoder = Encoder(tokenizer_of(name), Data(format=Format.chat, seq_len=4096))
-        [(ids, mask)] = encoder([{"messages": messages, "tools": TOOLS, "place": "talks.jsonl:1"}])
-        assert (ids, list(mask)) == (reference["input_ids"], reference["assistant_masks"])
 
 
 def test_a_conversation_of_many_turns_is_rendered_within_the_limit() -> None:
@@ -320,8 +281,8 @@ def test_turns_that_generation_marks_leave_out_are_counted() -> None:
     talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "aBcDeF", strict=True)]
     talk[3]["weight"] = 0
     for each, unmarked in ((FAMILIES[name].template, 0), (template, 1)):
-        encoder = Encoder(tokenizer_with(each, FAMILIES[name].tokens), Data(format=Format.chat))
-        assert len(list(encoder([{"messages": talk, "place": "talks.jsonl:1"}]))) == 1
+        encoder, rows = encode(tokenizer_with(each, FAMILIES[name].tokens), talk)
+        assert len(rows) == 1
         assert encoder.notes["unmarked"] == unmarked
 
 
@@ -417,8 +378,7 @@ def test_contents_in_parts_are_trained_as_the_template_renders_them(name: str) -
     )
     tokenizer = tokenizer_with(template, ("<|im_end|>", "<|im_start|>"))
     talk = [{"role": "user", "content": parts("Hi", "you")}, {"role": "assistant", "content": parts(" A ", "B")}]
-    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096))
-    [(ids, mask)] = encoder([{"messages": talk, "place": "talks.jsonl:1"}])
+    _, [(ids, mask)] = encode(tokenizer, talk)
     assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag]) == text + "<|im_end|>"
     if text != " A \nB":
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
@@ -611,18 +571,9 @@ def test_each_turn_is_trained_as_the_last_of_its_own_row(name: str) -> None:
     assert rendered(tokenizer, talk, turns="last") == rows[-1:]
 
 
-def test_earlier_turns_keep_their_thoughts_in_rows_of_their_own() -> None:
-    first, last = "<think>\nsix\n</think>\n\n42", "<think>\nagain\n</think>\n\nStill 42."
-    talk, tokenizer = talk_of("6 × 7?", first, "Sure?", last), tokenizer_of("qwen3")
-    question = "<|im_start|>user\n6 × 7?<|im_end|>\n<|im_start|>assistant\n"
-    assert rendered(tokenizer, talk, turns="split") == [
-        (question + first + "<|im_end|>\n", [first + "<|im_end|>"]),
-        (
-            question + "42<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n" + last
-            + "<|im_end|>\n", [last + "<|im_end|>"],
-        ),
-    ]  # fmt: skip
-    row = {"messages": talk, "place": "talks.jsonl:1"}
+def test_a_template_that_renders_earlier_turns_in_another_way_is_noticed() -> None:
+    last = "<think>\nagain\n</think>\n\nStill 42."
+    row = {"messages": talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", last), "place": "talks.jsonl:1"}
     found = {
         name: earlier_turns_differ(tokenizer_of(name), Data(format=Format.chat), [row], None)
         for name in ("qwen3", "chatml", "generation marks", "gpt-oss")

@@ -683,19 +683,7 @@ LLAMA3 = (
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# As in Qwen3's: only turns after the last question have thoughts, which may be empty.
-QWEN3 = (
-    "{% set ns = namespace(last=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}{{ '<think>\n' + (parts[0].split('<think>')[-1].strip('\n') if parts[1:] else '')"
-    " + '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-ENDS = {"plain": EOS, "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 
 
 @pytest.fixture(scope="session")
@@ -705,7 +693,6 @@ def chat(bpe: Any) -> dict[str, Any]:
         "plain": with_specials(bpe),
         "chatml": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
         "llama3": with_specials(bpe, *MARKS, bos="<|begin_of_text|>", eos_token="<|eot_id|>"),
-        "qwen3": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
         "plain, bos": with_specials(bpe, bos="<s>"),
         "chatml, bos": with_specials(bpe, *MARKS, bos="<s>", eos_token="<|im_end|>"),
     }
@@ -714,7 +701,6 @@ def chat(bpe: Any) -> dict[str, Any]:
         "plain, bos": "<s>" + PLAIN_CHAT_TEMPLATE,
         "chatml": CHATML,
         "llama3": LLAMA3,
-        "qwen3": QWEN3,
     }
     for name, tokenizer in tokenizers.items():
         tokenizer.chat_template = templates.get(name) or templates[name.split(",")[0]]
@@ -749,46 +735,13 @@ TALKS = {
 
 
 @pytest.mark.parametrize("name", TALKS)
-@pytest.mark.parametrize("template", ENDS)
-def test_the_assistants_content_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
-    messages, tokenizer = TALKS[name], chat[template]
+def test_the_plain_template_trains_the_assistants_content(chat: dict[str, Any], tmp_path: Path, name: str) -> None:
+    messages, tokenizer = TALKS[name], chat["plain"]
     corpus = chat_corpus(tmp_path, tokenizer, messages)
     contents = [message["content"] for message in messages if message["role"] == "assistant"]
-    assert trained_runs(corpus, tokenizer) == [content + ENDS[template] for content in contents]
+    assert trained_runs(corpus, tokenizer) == [content + EOS for content in contents]
     (ids,) = inputs(corpus)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-@pytest.mark.parametrize("template", ENDS)
-@pytest.mark.parametrize("name", TALKS)
-def test_no_content_of_the_others_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
-    tokenizer = chat[template]
-    texts = [m["content"] for m in TALKS[name]]
-    marked = [m | {"content": f"Xq {text} Zj" if m["role"] == "assistant" else f"Wv {text} Kf"}
-              for m, text in zip(TALKS[name], texts, strict=True)]  # fmt: skip
-    runs = "".join(trained_runs(chat_corpus(tmp_path, tokenizer, marked), tokenizer))
-    assert runs.count(" Zj" + ENDS[template]) == sum(m["role"] == "assistant" for m in marked)
-    assert not any(word in runs for word in ("Wv", "Kf", "<|im_start|>", "<|start_header_id|>", "<|begin_of_text|>"))
-
-
-@pytest.mark.parametrize("template", ENDS)
-def test_white_space_at_the_beginning_of_an_answer_is_trained(
-    chat: dict[str, Any], tmp_path: Path, template: str
-) -> None:
-    """Blank lines at the beginning of an answer merge with the template's into one token, which has to be split."""
-    tokenizer, content = chat[template], "\n\n\n  So it is"
-    runs = trained_runs(chat_corpus(tmp_path, tokenizer, talk("Is it?", content)), tokenizer)
-    expected = content.strip() if template == "llama3" else content
-    assert runs == [expected + ENDS[template]]
-
-
-@pytest.mark.parametrize("template", ["plain", "chatml", "llama3", "qwen3"])
-def test_train_on_all_of_a_conversation(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
-    tokenizer = chat[template]
-    corpus = chat_corpus(tmp_path, tokenizer, TALKS["many turns"], train_on="all")
-    (ids,) = inputs(corpus)
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALKS["many turns"], tokenize=False)
-    assert trained_runs(corpus, tokenizer) == [tokenizer.decode(ids[1:])]
 
 
 @pytest.mark.parametrize("template", ["llama3", "plain", "plain, bos", "chatml", "chatml, bos"])
@@ -803,32 +756,6 @@ def test_a_conversation_is_tokenised_as_its_template_does(chat: dict[str, Any], 
         begins = [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id]
         assert begins == ([0] if template in ("llama3", "plain, bos") else [])
     assert tokenizer.bos_token_id not in everything(corpus)["labels"]
-
-
-THOUGHT = "<think>\n{}\n</think>\n\n"
-
-
-def test_every_turn_is_trained_as_the_template_rewrites_it(chat: dict[str, Any], tmp_path: Path) -> None:
-    tokenizer = chat["qwen3"]
-    first, last = THOUGHT.format("six times seven") + "42", THOUGHT.format("again") + "Still 42."
-    corpus = chat_corpus(tmp_path, tokenizer, talk("6 × 7?", first, "Sure?", last), talk("Hi", "Ho"))
-    runs = trained_runs(corpus, tokenizer)
-    assert runs == ["42<|im_end|>", last + "<|im_end|>", THOUGHT.format("") + "Ho<|im_end|>"]
-    assert tokenizer.decode(inputs(corpus)[0]).count("<think>") == 1
-
-
-@pytest.mark.parametrize("template", ENDS)
-def test_the_assistant_may_speak_first(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
-    messages = [{"role": "assistant", "content": "Welcome"}, *talk("Hi", "Hello")]
-    runs = trained_runs(chat_corpus(tmp_path, chat[template], messages), chat[template])
-    assert runs == ["Welcome" + ENDS[template], "Hello" + ENDS[template]]
-
-
-def test_a_template_that_refuses_is_a_data_error(bpe: Any, tmp_path: Path) -> None:
-    tokenizer = with_specials(bpe)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="roles must alternate"):
-        chat_corpus(tmp_path, tokenizer, talk("Hi", "Ho"))
 
 
 def test_a_long_conversation_is_cut_and_counted(chat: dict[str, Any], tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def labels_of(corpus: Corpus, rows: np.ndarray[Any, Any]) -> int:
         (["train.objective=next_token"], "data.format: preference is trained with train.objective: dpo"),
         (["data.format=text"], "data.format: text has no pairs for train.objective: dpo"),
         (["data.packing=concat"], "data.packing: concat divides pairs"),
-        (["data.train_on=all"], "data.train_on: all compares prompts"),
+        (["data.train_on=all"], "data.train_on: all compares the prompts"),
         (["data.long_rows=split"], "data.long_rows: split divides pairs"),
         (["data.drop_duplicates=true"], "data.drop_duplicates: compares single rows, and a pair has two"),
         (["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "b: format: text has no pairs"),

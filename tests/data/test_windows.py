@@ -300,13 +300,13 @@ def test_prepare_makes_the_first_window_and_says_so(tmp_path: Path, bpe: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"sources": [{"path": "a"}], "window": 2}}, "data.sources is not read in windows"),
-        ({"data__eval": {"fraction": 0.1}}, "name held-out files in data.eval.path"),
-        ({"data__drop_duplicates": True}, "data.drop_duplicates compares the rows of all data"),
-        ({"data__max_rows": 9}, "data.max_rows counts the rows of all data"),
-        ({"train__objective": "dpo", "data__format": "preference"}, "dpo computes the reference of all data first"),
+        ({"data": {"sources": [{"path": "a"}], "window": 2}}, "data.sources needs all data"),
+        ({"data__eval": {"fraction": 0.1}}, "data.eval: {fraction} needs all data"),
+        ({"data__drop_duplicates": True}, "data.drop_duplicates needs all data"),
+        ({"data__max_rows": 9}, "data.max_rows needs all data"),
+        ({"train__objective": "dpo", "data__format": "preference"}, "train.objective: dpo needs all data"),
         ({"train__steps": None, "train__epochs": 1}, "has no effect without train.steps: set train.steps"),
-        ({"model__tokenizer": {"train": 300}}, "train it before, and name its folder there"),
+        ({"model__tokenizer": {"train": 300}}, "model.tokenizer: {train} needs all data"),
         ({"data__path": "org/name"}, "a Hub data set has no files to read in windows"),
     ],
 )

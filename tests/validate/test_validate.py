@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint import disk
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import Data
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
@@ -33,7 +32,7 @@ from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.data import describe_lengths, kept_by_seq_len
+from fsdptrain.validate.data import describe_lengths
 from fsdptrain.validate.dry_run import dry_run, times_beside_steps
 from fsdptrain.validate.findings import Findings, histogram_lines, show_outcome
 from fsdptrain.validate.model import describe_model, parameters_by_unit
@@ -276,27 +275,6 @@ def test_rows_that_are_not_used_are_in_the_verdict_and_the_notes_with_their_shar
     assert "60 rows, " in output and "31 of 60 rows (52%) dropped: no trained token\n" in output
     data = found.levels["data"]
     assert (data["rows"], data["dropped"], data["cut"]) == (60, 31, 33)
-
-
-def test_what_other_lengths_of_sequences_would_keep_is_said(tmp_path: Path) -> None:
-    lengths = np.array([10, 30, 40, 100, 220])
-    rows = {16: 0.2, 32: 0.4, 64: 0.6, 128: 0.8}
-    tokens: dict[Any, list[float]] = {
-        "cut": [10 + 4 * 16, 40 + 3 * 32, 80 + 2 * 64, 180 + 128],
-        "drop": [10, 40, 80, 180],
-        "split": 4 * [400],
-    }
-    for treatment, kept in tokens.items():
-        assert kept_by_seq_len(lengths, Data(seq_len=32, long_rows=treatment)) == [
-            {"seq_len": size, "rows": share, "tokens": count / 400}
-            for (size, share), count in zip(rows.items(), kept, strict=True)
-        ]
-    assert kept_by_seq_len(lengths[:2], Data(seq_len=32))[1:] == [{"seq_len": 32, "rows": 1, "tokens": 1}]
-    data = {"format": "prompt_completion", "seq_len": 64, "long_rows": "drop"}
-    found, output = validate(write_recipe(tmp_path, data={**data, "path": str(problems(tmp_path, 30, 0, 30))}))
-    assert "30 of 60 rows (50%) dropped: longer than 64 tokens (data.long_rows)" in found.verdict
-    assert "rows kept whole, and tokens kept, by seq_len: 32: 50.0%, " in output
-    assert [each["rows"] for each in found.levels["data"]["kept"]] == [0.5, 0.5, 0.5, 1]
 
 
 THINKS = (
