@@ -36,7 +36,6 @@ from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model import nf4
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.units import base_name
-from fsdptrain.parallel.patches import ISSUED, named, recorded_collectives
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
@@ -330,12 +329,6 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
             traceback.print_exc()
             found[name] = [type(error).__name__, str(error)]
     return found
-
-
-def recorded() -> list[str]:
-    """Return the collectives of this rank in the flight recorder, in order, with their units."""
-    entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
-    return [entry["collective"] for entry in entries if not entry["side"]]
 
 
 def late(recipe: str, overrides: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.testing._internal.distributed.fake_pg
-from ranks import build, curve, gradients_of, recorded
+from ranks import build, curve, gradients_of
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
 from torch._dynamo.utils import counters
@@ -24,6 +24,7 @@ from fsdptrain.config.schema import Fsdp, Model
 from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import decoder_layers, in_buckets, tied, units_of
+from fsdptrain.parallel.patches import ISSUED, named, recorded_collectives
 from fsdptrain.parallel.recompute import recompute
 from fsdptrain.parallel.shard import compile_layers
 from fsdptrain.plan.plan import varied
@@ -550,3 +551,9 @@ def norms(recipe: str, overrides: list[str]) -> list[dict[str, float]]:
         lengths = [torch.nn.utils.get_total_norm(tensors).item() for tensors in (off, wanted.values())]
         found.append({"engine": stats.grad_norm, "full": norm, "off": lengths[0] / lengths[1]})
     return found
+
+
+def recorded() -> list[str]:
+    """Return the collectives of this rank in the flight recorder, in order, with their units."""
+    entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
+    return [entry["collective"] for entry in entries if not entry["side"]]
