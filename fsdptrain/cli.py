@@ -747,7 +747,7 @@ def _opened_model(
     model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
     """Yield the model of a run or a folder, opened in this process."""
-    from fsdptrain.config.dtypes import ComputeDtype
+    from fsdptrain.config.optimizers import ComputeDtype
 
     if dtype not in (None, *get_args(ComputeDtype)):
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")

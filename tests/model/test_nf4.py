@@ -190,7 +190,7 @@ def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["adapter.use_dora=true"], "adapter.use_dora: DoRA needs the norms of the unquantised weights"),
+        (["adapter.use_dora=true"], "adapter.use_dora: needs the norms of the unquantised weights"),
         (["export.merge_base=dequantized"], "export.merge_base: has no effect with export.adapter: "),
         (
             ["adapter.kind=lora", "export.adapter=both", "export.merge_base=dequantized"],
@@ -227,7 +227,7 @@ def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monke
             check_dtypes(bare(), plan)
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(RecipeError, match=r"adapter\.kind: qlora needs bitsandbytes, which is not installed: pip"):
+        with pytest.raises(RecipeError, match=r"adapter\.kind: bitsandbytes is not installed: pip"):
             load(recipe)
     config = LlamaConfig(**sizes, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     config.save_pretrained(tmp_path)
