@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -359,31 +358,6 @@ def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
     inputs = SimpleNamespace(plan=plan, prepared=SimpleNamespace(bare=None))
     with pytest.raises(Stopped):
         setup.load_state(None, session, inputs, checkpointer, 0)  # type: ignore[arg-type]
-
-
-def test_the_watchdog_allows_for_a_slow_disk_where_weights_are_frozen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All files are read before the first collective; and each tensor that is read restarts the timeout."""
-    plan = make_plan(load(adapter_recipe(tmp_path, adapter={"kind": "lora"})), Topology("cpu", 1, 1))
-    for name in ("check_shared", "frozen_digest", "Checkpointer", "allocate", "make_optimizer", "start_state"):
-        monkeypatch.setattr(setup, name, MagicMock())
-    monkeypatch.setattr(setup, "set_step", lambda *_: None)
-    monkeypatch.setattr(setup, "read_weights", lambda *arguments: arguments[4]("load", 1, 1))
-    done: list[Any] = []
-    session: Any = SimpleNamespace(
-        stop=SimpleNamespace(count=0), progress=lambda *_: done.append("tensor"), reporter=MagicMock(), rundir=None,
-        initial_plan=plan, watchdog=SimpleNamespace(reset=lambda disk_bytes=0: done.append(disk_bytes)),
-    )  # fmt: skip
-    inputs: Any = SimpleNamespace(plan=plan, prepared=SimpleNamespace(bare=None), content={})
-    world: Any = SimpleNamespace(device=torch.device("cpu"), any=lambda _: False, rank=1)
-    setup.open_run_folder(session, inputs, world)
-    assert done.pop() == sum(Path(file).stat().st_size for file in safetensors_files(plan)) > 0
-    checkpointer: Any = SimpleNamespace(
-        world=world, newest_step=lambda: 3, skipped=0, load_newest=lambda *_: done.append("checkpoint") or 3
-    )
-    assert setup.load_state(None, session, inputs, checkpointer, 10**9)[1] == 3  # type: ignore[arg-type]
-    assert done == ["tensor", 2 * 10**9, "checkpoint"]
 
 
 def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
