@@ -34,13 +34,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.config.reader import load
+from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model.attention import active_flash, installed_flash, restore_flash
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 WARM_UP = 4  # steps

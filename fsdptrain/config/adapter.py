@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.keys import accepts, value_text
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.values import accepts, value_text
 from fsdptrain.errors import Problem, error_summary, shortened
 from fsdptrain.run_folder.files import openable
 

@@ -135,28 +135,6 @@ def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
     return found
 
 
-def kept_whole(model: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
-    """Return the parameters of a skeleton, after `freeze`, that every rank keeps whole (`fsdp.ignore`), by name.
-
-    Adapters are no candidates, and the scales of a quantised weight follow it. Raises RecipeError if a pattern matches
-    nothing, or a parameter that is trained.
-    """
-    params = dict(model.named_parameters(remove_duplicate=False))
-    plain = {name: base_name(name).replace(".absmax", ".weight") for name in params if not is_adapter(name)}
-    found: dict[str, nn.Parameter] = {}
-    for pattern in recipe.fsdp.ignore:
-        matched = [name for name, known in plain.items() if _matches(known, pattern)]
-        if not matched:
-            raise RecipeError(f"fsdp.ignore: {pattern!r} matches no parameter{_nearest(pattern, plain.values())}")
-        if trained := [plain[name] for name in matched if params[name].requires_grad]:
-            raise RecipeError(
-                f"fsdp.ignore: {pattern!r} matches {trained[0]}, which is trained: only a sharded parameter's gradient "
-                "is summed over the ranks; name frozen parameters, or use fsdp.strategy: NO_SHARD"
-            )
-        found |= {name: params[name] for name in matched}
-    return found
-
-
 def layers_in_nf4(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
     """Return the layers of a skeleton, with adapters or without, whose weights the recipe quantises: name → layer.
 

@@ -23,7 +23,6 @@ from fsdptrain.model.adapters import (
     check_adapter_file,
     check_experts_in_one_unit,
     freeze,
-    kept_whole,
     quantised_ids,
     unquantised_note,
 )
@@ -206,7 +205,6 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, f
     with _collected(problems):
         check_base_config(plan, config)
     with _collected(problems):
-        kept_whole(trained, plan.recipe)
         units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     with _collected(problems):

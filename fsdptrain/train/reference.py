@@ -22,7 +22,7 @@ import transformers
 
 from fsdptrain import __version__
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.reflection import flat
+from fsdptrain.config.keys import flat
 from fsdptrain.data.cache import cache_dir, cached_folder, intact_folder, is_intact, scratch_beside, seal
 from fsdptrain.data.corpus import Corpus, Mixture
 from fsdptrain.errors import CheckpointError, NonFiniteError, Stopped

@@ -43,6 +43,7 @@ from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream, open_stream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
+from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import start_adapters
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values, save_assets
@@ -63,7 +64,6 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model
-from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,8 +31,7 @@ from fsdptrain.config.paths import find_all_data, find_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data import sources
 from fsdptrain.data.columns import describe_columns, read_rows
-from fsdptrain.data.hub_data import hub_commit
-from fsdptrain.data.sources import count_files, data_files, fingerprint, open_sources
+from fsdptrain.data.sources import count_files, data_files, fingerprint, hub_commit, open_sources
 from fsdptrain.errors import DataError
 
 PC = {"format": Format.prompt_completion}

@@ -122,7 +122,7 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
         "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1", "fsdp.cpu_offload=true", "export.adapter=both",
         "export.merge_base=dequantized", "export.dtype=float32",
     ]  # fmt: skip
-    whole = {"QLoRA × weights whole": ["fsdp.ignore=['*.weight']"], "QLoRA × copies": ["fsdp.strategy=NO_SHARD"]}
+    whole = {"QLoRA × copies": ["fsdp.strategy=NO_SHARD"]}
     variants = {"QLoRA": copies, "QLoRA bf16, recomputed": [], **whole}
     parity = Parity(recipe, CASES, steps=2)
     found = parity.train("quantised", 2, variants, tmp_path)
@@ -136,8 +136,6 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
     gathers = [each for each in traffic(trace.repeated(plan.accumulation), 2) if each.kind == "all-gather"]
     numbers = sum(each.size for each in gathers) - found["QLoRA bf16, recomputed"]["gathered"]
     assert 0 < numbers < 200, "only the numbers of the step are gathered besides"
-    # Only the adapters, in float32, are gathered beside weights that every rank keeps whole.
-    assert found["QLoRA × weights whole"]["gathered"] < 0.3 * found["QLoRA bf16, recomputed"]["gathered"]
     # The merged model computes what the adapter computes beside the base that bitsandbytes quantises.
     export = Path(plan.run_dir) / "export"
     base = AutoModelForCausalLM.from_pretrained(str(plan.recipe.model.id), **in_nf4(torch.float32))

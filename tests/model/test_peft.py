@@ -29,13 +29,13 @@ from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
+from fsdptrain.config.keys import value_text
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
-from fsdptrain.config.values import value_text
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.launch.run_banner import heading
-from fsdptrain.model.adapters import adapted_layers, freeze, kept_whole, save_config, saved_names, start_adapters
+from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import is_adapter
@@ -204,31 +204,18 @@ class Parity:
         assert not self.wrong
 
 
-# Patterns of frozen parameters that every rank keeps whole, and how many these are. Of the last variant two units have
-# nothing that is sharded.
-KEPT_WHOLE = {
-    "LoRA × all frozen ones whole": (["*"], 21),
-    "LoRA bf16, recomputed × queries whole": (["q_proj"], 2),
-    "DoRA, head × layers whole": (["layers"], 18),
-    "last layer × a layer whole": (["embed_tokens", "layers.0"], 10),
-}
-
-
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
     cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
     parity = Parity(recipe, cases, steps=2)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
-    kept = {name: [f"fsdp.ignore={patterns}"] for name, (patterns, _) in KEPT_WHOLE.items()}
     copies = {"LoRA bf16, recomputed × copies": ["fsdp.strategy=NO_SHARD"]}
-    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | kept | copies, tmp_path)
+    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | copies, tmp_path)
     parity.finish()
     # Where each rank has a whole copy, only the adapters, in float32, have other memory for compute.
     gathered = found["LoRA bf16, recomputed"]["copied"]
     assert found[next(iter(copies))]["copied"] == [name for name in gathered if is_adapter(name)] != gathered
     for name, run in found.items():
-        _, count = KEPT_WHOLE.get(name, ([], 0))
-        assert len(run["kept whole"]) == count, run["kept whole"]
         assert max(largest_difference(run["curve"], found[name.partition(" × ")[0]]["curve"])) <= 1e-6
         assert run["as in the file"] and run["trained"] == ["torch.float32"], run
         assert run["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
@@ -280,13 +267,6 @@ def test_a_resume_with_dropout_and_recomputation_is_bitwise_equal(trained: dict[
     assert trained["again"]["curve"] == trained["whole"]["curve"][2:]
     size = sum(path.stat().st_size for path in trained["run"].checkpoint(2).glob("*.safetensors"))
     assert size < 200_000, "the whole model has 127,296 parameters: with moments, 1.5 MB"
-
-
-def test_a_resume_may_keep_other_parameters_whole(trained: dict[str, Any]) -> None:
-    recipe, words = str(trained["recipe"]), [*trained["words"], "fsdp.ignore=['*']"]
-    found = on_ranks(2, "resume", trained["tmp"] / "whole", recipe=recipe, overrides=words, steps=4)[0]
-    assert found["first"] == 2
-    assert max(largest_difference(found["curve"], trained["whole"]["curve"][2:])) <= 1e-6
 
 
 def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None:
@@ -605,23 +585,6 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
 def test_what_cannot_be_adapted_is_refused_by_name(kind: str, adapter: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         frozen(kind, adapter, trainable=("layer.1",) if adapter is None else ())
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("layers.9", "fsdp.ignore: 'layers.9' matches no parameter; there are"),
-        ("layers.*.q_proj", "a pattern must match the whole name; did you mean '*layers.*.q_proj*'?"),
-        ("lora_A", "fsdp.ignore: 'lora_A' matches no parameter"),
-        ("*head*", "fsdp.ignore: '*head*' matches lm_head.weight, which is trained"),
-    ],
-)
-def test_only_frozen_parameters_are_kept_whole(pattern: str, message: str) -> None:
-    recipe = Recipe(model=Model(id="org/name"), adapter=Adapter(kind="lora", modules_to_save=["lm_head"]))
-    recipe.fsdp.ignore = ["q_proj", pattern]
-    with pytest.raises(RecipeError) as error:
-        kept_whole(freeze(skeleton(CONFIGS["llama"], recipe.model, "bfloat16"), recipe), recipe)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ RECORD = """
 import json, sys, torch, torch.distributed as dist
 from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.patches import NamedComm
-from fsdptrain.train.patches import recorded_collectives
+from fsdptrain.parallel.patches import recorded_collectives
 device, backend = torch.device(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(sys.argv[1], 1)
 bound = device if device.type == "cuda" else None
