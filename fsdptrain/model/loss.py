@@ -4,9 +4,9 @@ The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
 
-A loss that is no plain sum over tokens needs the log-probability of each label first. Its backward computes the logits of
-a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums
-over its two answers. They are computed in float64: differences of sums of hundreds are small.
+A loss that is no plain sum over tokens needs the log-probability of each label first. Its backward computes the logits
+of a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums over its two answers.
+They are computed in float64: differences of sums of hundreds are small.
 
 With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
 """

@@ -13,7 +13,7 @@ from architectures import small_config
 from peft import PeftModel
 from reference import OPTIMIZERS, in_nf4, largest_difference
 from support import ROOT, TINY, events, on_ranks, write_recipe
-from test_peft import BATCH, BF16, FULL, QLORA, SIZES, STEPS, WORLDS, Case, Parity, every_strategy
+from test_peft import BATCH, BF16, FULL, QLORA, SIZES, STEPS, Case, Parity
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
@@ -241,24 +241,6 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     for rank in found:
         assert rank["held"] < 0.2 * size  # half of it in 4 bits, and the adapters
         assert rank["load"] < rank["held"] + 0.15 * size and rank["export"] < 0.6 * size
-
-
-OTHERS = {  # other ways to keep, gather and reduce, beside every strategy
-    "QLoRA × recomputed in part": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.activation_checkpointing=selective"],
-    "QLoRA × held": ["fsdp.accumulation=hold"],
-    "QLoRA bf16, recomputed × offloaded": ["fsdp.cpu_offload=true"],
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", CASES)
-def test_every_strategy_agrees_with_peft_and_bitsandbytes(case: str, recipe: Path, tmp_path: Path) -> None:
-    parity = Parity(recipe, CASES)
-    for world in WORLDS:
-        others = OTHERS if world == 2 else {}
-        variants = every_strategy(case, world) | {name: others[name] for name in others if name.startswith(f"{case} ×")}
-        assert_quantised(parity.train("quantised", world, variants, tmp_path / str(world)))
-    parity.finish()
 
 
 @needs_integers
