@@ -126,7 +126,6 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
     variants = {"QLoRA": copies, "QLoRA bf16, recomputed": [], **whole}
     parity = Parity(recipe, CASES, steps=2)
     found = parity.train("quantised", 2, variants, tmp_path)
-    parity.finish()
     assert_quantised(found)
     assert not found["QLoRA × copies"]["copied"] and found["QLoRA"]["copied"]
     # What is gathered is the quantised bytes, as the forecast says.
