@@ -1,7 +1,12 @@
-"""Find what a chat template leaves out of a conversation: every value of it changes the text, or is left out.
+"""Conversations → text and the character spans to train: the assistant's content and its end-of-turn token.
 
-One rendering with a mark behind each value shows most of them. For each of the others, the conversation is rendered
-with another value in its place: if that gives the same text, the template does not read it.
+The whole conversation is rendered once, and that text is what is trained (with `data.turns: last` or `split`, a
+conversation is what leads to one turn, with that turn). The assistant's parts of it are located by the template's own
+`{% generation %}` marks, or by rendering the conversation again with marks (see `turn_spans`).
+
+Every value of a conversation changes the text, or is left out, which is refused or counted. One rendering with a mark
+behind each value shows most of them. For each of the others, the conversation is rendered with another value in its
+place: if that gives the same text, the template does not read it.
 """
 
 from __future__ import annotations
@@ -48,35 +53,13 @@ Path = tuple[Any, ...]  # keys and indices that lead to a value
 FOR_AN_API = ("strict", "additionalProperties")  # keys of tools that no template renders for a model
 
 
-def find_left_out(
-    render: Render, messages: list[Message], tools: list[Any] | None, text: str, shown: set[int]
-) -> list[Path]:
-    """Return where the values are that a template leaves out of `text`, its rendering of these messages.
-
-    `shown`: numbers of messages whose contents are known to be in the text.
-    """
-    values = [(path, value) for path, value in _values(messages, tools) if path[2] != "content" or path[1] not in shown]
-    return [*_left_out(render, {"messages": messages, "tools": tools}, text, values)]
-
-
-def cuts_tools(render: Render, messages: list[Message], tools: list[Any], text: str) -> bool:
-    """Return whether a template leaves out of `text` a part of the tools: a description, or one of a parameter.
-
-    `type: function` and FOR_AN_API are not looked for.
-    """
-    of_schemas = (leaf for n, tool in enumerate(tools) for leaf in _leaves(function_of(tool), _place_of(tool, n)))
-    values = [(path, value) for path, value in of_schemas if path[-1] not in FOR_AN_API and path[2:] != ("type",)]
-    return any(True for _ in _left_out(render, {"messages": messages, "tools": tools}, text, values))
-
-
-def _place_of(tool: Any, number: int) -> Path:
-    return ("tools", number, "function") if "function" in tool else ("tools", number)
-
-
-def _left_out(render: Render, row: dict[str, Any], text: str, values: list[tuple[Path, Any]]) -> Iterator[Path]:
-    """Yield the paths of those of these values of a row that its rendering `text` does not depend on."""
+def _left_out(
+    render: Render, messages: list[Message], tools: list[Any] | None, text: str, values: list[tuple[Path, Any]]
+) -> Iterator[Path]:
+    """Yield the paths of those of these values that `text`, the rendering of the messages, does not depend on."""
     if not values:
         return
+    row = {"messages": messages, "tools": tools}
     delimiters, marked = delimiters_for(text), row
     marks = [str(number).join(delimiters) for number in range(len(values))]
     for (path, value), mark in zip(values, marks, strict=True):
@@ -93,43 +76,22 @@ def _left_out(render: Render, row: dict[str, Any], text: str, values: list[tuple
     yield from (path for path, value in missing if rendered(_replaced(row, path, _another(value))) == text)
 
 
-def describe_left_out(path: Path, messages: list[Message], tools: list[Any] | None) -> str:
-    """Return what a template leaves out, with a way out, for a message."""
-    kind, number, *rest = path
-    if kind == "tools":
-        return "the tools; use a template that renders `tools`, or remove the column"
-    place = f"message {number + 1}"
-    if rest[0] != "tool_calls":
-        role = messages[number]["role"]
-        return f"the {rest[0]} of {place} ({role}); use a template that renders it, or remove it from the row"
-    calls = messages[number]["tool_calls"]
-    where = (
-        f"the call of {function_of(calls[rest[1]])['name']!r} in {place}"
-        + f" (call {rest[1] + 1} of {len(calls)})" * (len(calls) > 1)
-    )
-    key = rest[rest.index("arguments") + 1 :] if "arguments" in rest else []
-    what = f"{'.'.join(map(str, key))!r} in " * bool(key) + where
-    return f"{what}; use a template that renders all `tool_calls`, or write the call as the message's content"
-
-
 def _values(messages: list[Message], tools: list[Any] | None) -> Iterator[tuple[Path, Any]]:
     """Yield what a template should render, each with its path: contents, thoughts, calls, and the names of tools."""
+    functions: list[tuple[Path, Any]] = [(("tools", n), tool) for n, tool in enumerate(tools or [])]
     for i, message in enumerate(messages):
         for key in ("content", *THOUGHT_KEYS):
             if isinstance(text := message.get(key), str) and text.strip():
                 yield ("messages", i, key), text
-        for n, call in enumerate(message.get("tool_calls") or []):
-            yield from _values_of_function(call, ("messages", i, "tool_calls", n))
-    for n, tool in enumerate(tools or []):
-        yield from _values_of_function(tool, ("tools", n))
-
-
-def _values_of_function(call: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    function = function_of(call)
-    if isinstance(function.get("name"), str):
-        path = (*path, "function") if "function" in call else path
-        yield (*path, "name"), function["name"]
-        yield from _leaves(function.get("arguments", {}), (*path, "arguments"))
+        functions += [
+            (("messages", i, "tool_calls", n), call) for n, call in enumerate(message.get("tool_calls") or [])
+        ]
+    for path, call in functions:
+        function = function_of(call)
+        if isinstance(function.get("name"), str):
+            path = (*path, "function") if "function" in call else path
+            yield (*path, "name"), function["name"]
+            yield from _leaves(function.get("arguments", {}), (*path, "arguments"))
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -176,11 +138,6 @@ OF_SERVERS = "\n"
 
 MAX_TOOLS = 1000  # lists of tools of which it is remembered whether the template leaves out a part
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
-
-
-def plain_template(prefix: str) -> str:
-    """Return the plain chat template with `prefix`, which the tokenizer puts before every text, in front."""
-    return prefix + PLAIN_CHAT_TEMPLATE
 
 
 @dataclass
@@ -279,23 +236,32 @@ class ConversationRenderer:
         marks = conversation.view.marks if conversation else []
         begun, shown = ({mark.message for mark in marks if mark.kind == kind} for kind in (BEGIN, END))
         shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
-        for path in find_left_out(self._apply_template, messages, tools, text, shown):
+        values = [each for each in _values(messages, tools) if each[0][2] != "content" or each[0][1] not in shown]
+        for path in _left_out(self._apply_template, messages, tools, text, values):
             if path[-1] not in THOUGHT_KEYS:
-                raise DataError(f"the chat template leaves out {describe_left_out(path, messages, tools)}")
+                raise _left_out_error(path, messages)
             shortened |= {path[1]} & {*wanted}
         self.notes["shortened"] += len(shortened)
         self.notes["cut_tools"] += len(wanted) * self._cuts_tools(messages, tools, text)
         self.notes["cut_content"] += sum(messages[i]["role"] != "assistant" for i in begun ^ shown)
 
     def _cuts_tools(self, messages: list[Message], tools: list[Any] | None, text: str) -> bool:
-        """Return whether the template leaves out a part of the tools; asked once of tools that come again."""
+        """Return whether the template leaves out a part of the tools, such as a description of a parameter.
+
+        It is asked once of tools that come again. `type: function` and FOR_AN_API are not looked for.
+        """
         if not tools:
             return False
         key = json.dumps(tools, default=str)
         if key not in self.cut_tools:
             if len(self.cut_tools) == MAX_TOOLS:
                 self.cut_tools.clear()
-            self.cut_tools[key] = cuts_tools(self._apply_template, messages, tools, text)
+            values = list[tuple[Path, Any]]()
+            for n, tool in enumerate(tools):
+                place = ("tools", n, "function") if "function" in tool else ("tools", n)
+                leaves = _leaves(function_of(tool), place)
+                values += [each for each in leaves if each[0][-1] not in FOR_AN_API and each[0][2:] != ("type",)]
+            self.cut_tools[key] = any(True for _ in _left_out(self._apply_template, messages, tools, text, values))
         return self.cut_tools[key]
 
     def _as_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
@@ -494,20 +460,7 @@ def _rejection(messages: list[Message], error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def _finishing(messages: list[Message], day: date | None) -> Iterator[None]:
-    """Let templates see `day` inside; raise DataError for one that does not finish."""
-    try:
-        with _limited_resources(), templates_on(day):
-            yield
-    except (TimeoutError, MemoryError) as error:
-        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
-        raise DataError(
-            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
-        ) from None
-
-
-@contextlib.contextmanager
-def _limited_resources() -> Iterator[None]:
-    """Raise TimeoutError or MemoryError for what takes longer than TEMPLATE_S or more memory than TEMPLATE_BYTES.
+    """Let templates see `day` inside; raise DataError for one that needs more than TEMPLATE_S or TEMPLATE_BYTES.
 
     transformers renders in jinja's sandbox, which keeps code inside but does not stop nested loops or products of
     texts. The timer uses a signal, so it works only in the main thread of a process, where all of `prepare` runs.
@@ -521,9 +474,33 @@ def _limited_resources() -> Iterator[None]:
     try:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
-        with memory_limited_to(TEMPLATE_BYTES):
+        with memory_limited_to(TEMPLATE_BYTES), templates_on(day):
             yield
+    except (TimeoutError, MemoryError) as error:
+        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
+        raise DataError(
+            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
+        ) from None
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
+
+
+def _left_out_error(path: Path, messages: list[Message]) -> DataError:
+    """Return the error for a value that a template leaves out, with a way out."""
+    kind, number, *rest = path
+    if kind == "tools":
+        what = "the tools; use a template that renders `tools`, or remove the column"
+    elif rest[0] == "tool_calls":
+        calls = messages[number]["tool_calls"]
+        what = f"the call of {function_of(calls[rest[1]])['name']!r} in message {number + 1}"
+        if len(calls) > 1:
+            what += f" (call {rest[1] + 1} of {len(calls)})"
+        if "arguments" in rest and (key := rest[rest.index("arguments") + 1 :]):
+            what = f"{'.'.join(map(str, key))!r} in {what}"
+        what += "; use a template that renders all `tool_calls`, or write the call as the message's content"
+    else:
+        role = messages[number]["role"]
+        what = f"the {rest[0]} of message {number + 1} ({role}); use a template that renders it, or remove it"
+    return DataError(f"the chat template leaves out {what}")

@@ -1,4 +1,4 @@
-"""Messages and tools as data sets write them → the one form that chat templates render.
+"""Columns of a source → the fields of a format, every value checked; messages and tools in the form of chat templates.
 
 What a row holds is read, known to say nothing to a model (HARMLESS), or counted in `Unread`: columns, keys of messages
 and of tool calls, and roles.
@@ -14,7 +14,7 @@ from itertools import chain, groupby, islice
 from typing import Any
 
 from fsdptrain.config.formats import Format, as_conversation, guess_format
-from fsdptrain.config.paths import DataPath
+from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.readers import BATCH_ROWS, READ_ON, Source, broken_rows_error, type_name, without_nulls
@@ -119,14 +119,6 @@ def is_conversation(value: Any) -> bool:
     return isinstance(first, dict) and any(key in first for key in ROLE_KEYS)
 
 
-def is_sharegpt(value: Any) -> bool:
-    """Return whether any of these messages has the keys of ShareGPT."""
-    value = parsed(value)
-    return isinstance(value, list) and any(
-        isinstance(each, dict) and {"from", "value"} <= each.keys() for each in value
-    )
-
-
 def read_messages(
     row: dict[str, Any], column: str, place: str, unread: Unread, text_role: str | None = None
 ) -> list[Message]:
@@ -148,7 +140,6 @@ def read_messages(
     for number, each in enumerate(value, 1):
         at = f"{place}: message {number} of {column!r}"
         message, is_call = _read_message(parsed(each), at, place, unread)
-        check_unicode(json.dumps(message, ensure_ascii=False, default=str), column, place)
         if is_call and messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
             messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # of one turn
         else:
@@ -238,11 +229,6 @@ def _weight(message: Message, role: str, at: str) -> dict[str, int]:
     return {"weight": next(iter(weights))} if weights else {}
 
 
-def masking_keys(messages: Any) -> list[str]:
-    """Return the keys that say of messages, as they are in the data, whether they are trained."""
-    return [key for key in (*TRAINED_IF, *MASKED_IF) if any(key in each for each in _listed(parsed(messages)))]
-
-
 def _text_parts(content: list[Any], at: str) -> list[dict[str, str]]:
     """Return the parts of a content, all of type text, without other keys; raises DataError for other parts."""
     for number, part in enumerate(content, 1):
@@ -302,7 +288,6 @@ def read_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str, A
     tools = [without_nulls(parsed(tool)) for tool in value] if isinstance(value, list) else []
     if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
         raise DataError(f"{place}: {column!r} is {type_name(given)}; expected a list of JSON schemas, or its JSON text")
-    check_unicode(json.dumps(tools, ensure_ascii=False, default=str), column, place)
     return [_read_tool(tool) for tool in tools]
 
 
@@ -322,20 +307,11 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool | {"function": function}
 
 
-def check_unicode(text: str, column: str, place: str) -> str:
-    """Return the text; raise DataError for a lone surrogate (`\\ud83d` in JSON), which no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: {column!r} contains half a character (a lone surrogate): {error.object[error.start]!a}"
-        ) from None
-    return text
-
-
 PEEKED_ROWS = 8
 MAX_ROW = 2**24  # characters, of which a tokenizer needs some 200 bytes and 3 µs each
 BATCH_CHARACTERS = 2**22  # after which a batch has no more rows
+Columns = dict[str, list[str]]  # field → its columns
+Checked = tuple[dict[str, Any], int]  # a row with the fields of its format; how many characters it has as JSON
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
 
 
@@ -361,9 +337,9 @@ def read_rows(
     unread = unread or Unread()
     rows = islice(chain.from_iterable(_checked_rows(source, data, unread) for source in sources), limit)
     batch, size = list[dict[str, Any]](), 0
-    for row in _until_broken(rows):
+    for row, characters in _until_broken(rows):
         batch.append(row)
-        size += _size(row)
+        size += characters
         if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -371,12 +347,13 @@ def read_rows(
         yield batch
 
 
-def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[str, Any] | DataError]:
+def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checked | DataError]:
     """Yield each row of a source with the format's fields, or what is wrong with it; raise for a missing column."""
-    columns = columns_of(data)
+    columns = _named_columns(data, data.format.fields)
     wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
     if missing := [name for name in wanted if not source.has(name)]:
-        raise DataError(f"{source.name}: {_missing_column_message(missing[0], source, data)}")
+        needed = f"no column {shortened(missing[0])!r}, which format {data.format} needs"
+        raise DataError(f"{source.name}: {needed}; {_columns_and_format(source)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
     if (data.format.has_prompt or data.format.is_chat) and (label := _label_of_answers(source)):
@@ -385,7 +362,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[s
             f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
             "without that column"
         )
-    for field, names in _optional_columns(data).items():
+    for field, names in _named_columns(data, data.format.optional).items():
         absent = [name for name in names if not source.has(name)] if field in data.columns else []
         if absent:
             raise DataError(f"{source.name}: no column {absent[0]!r}, which data.columns names for {field}")
@@ -403,27 +380,30 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[dict[s
             if name.lower() not in HARMLESS:
                 unread.add(f"column {shortened(name)!r} is not read", place)
         try:
-            yield _check_size(check(columns, row, place, data, unread), place)
+            yield _checked_as_text(check(columns, row, place, data, unread), place)
         except DataError as error:
             yield error
 
 
-def _check_size(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a row; raise DataError if encoding it would take much memory and time."""
-    if (size := _size(row)) > MAX_ROW:
+def _checked_as_text(row: dict[str, Any], place: str) -> Checked:
+    """Return a row and its characters; raise DataError for what no tokenizer accepts, or only with much memory."""
+    text = json.dumps({name: value for name, value in row.items() if name != "place"}, ensure_ascii=False, default=str)
+    if len(text) > MAX_ROW:
         raise DataError(
-            f"{place}: {size:,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at once: "
-            "divide it into several rows (a .txt file is one)"
+            f"{place}: {len(text):,} characters in one row, and {MAX_ROW:,} are the most that a tokenizer gets at "
+            "once: divide it into several rows (a .txt file is one)"
         )
-    return row
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{text[max(0, error.start - 20) : error.end]!a}"
+        raise DataError(
+            f"{place}: the row contains half a character (a lone surrogate), at the end of {half}"
+        ) from None
+    return row, len(text)
 
 
-def _size(row: dict[str, Any]) -> int:
-    """Return how many characters a row has as JSON."""
-    return len(json.dumps(row, ensure_ascii=False, default=str))
-
-
-def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[str, Any]]:
+def _until_broken(rows: Iterator[Checked | DataError]) -> Iterator[Checked]:
     """Yield rows up to the first that is broken; then read on for others, and raise DataError."""
     for row in rows:
         if isinstance(row, DataError):
@@ -431,25 +411,17 @@ def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[s
             try:
                 for later in islice(rows, READ_ON):
                     read += 1
-                    broken += [later] if isinstance(later, DataError) else []
+                    if isinstance(later, DataError):
+                        broken.append(later)
             except DataError as error:  # a fault of a whole file
                 broken.append(error)
             raise broken_rows_error(broken, read)
         yield row
 
 
-def columns_of(data: Data) -> dict[str, list[str]]:
-    """Return the columns behind each field of the recipe's format; several are joined."""
-    return _named_columns(data.format.fields, data)
-
-
-def _optional_columns(data: Data) -> dict[str, list[str]]:
-    return _named_columns(data.format.optional, data)
-
-
-def _named_columns(fields: Iterable[str], data: Data) -> dict[str, list[str]]:
-    named = {field: data.columns.get(field, field) for field in fields}
-    return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
+def _named_columns(data: Data, fields: Iterable[str]) -> dict[str, list[str]]:
+    """Return the columns behind each of these fields of the recipe's format; several are joined."""
+    return {field: places(data.columns.get(field, field)) for field in fields}
 
 
 def likely_format(source: Source) -> tuple[Format, dict[str, Any]] | None:
@@ -470,17 +442,11 @@ def likely_format(source: Source) -> tuple[Format, dict[str, Any]] | None:
 
 def describe_columns(path: DataPath, data: Data) -> str:
     """Return which columns are read as what, for a message: `instruction + input as prompt, output as completion`."""
-    parts = [
-        field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
-    ]
-    source = first_source(path)
-    if data.format.is_chat:
-        column = columns_of(data)["messages"][0]
-        rows = (row for _, row in source.rows([column]) if isinstance(row, dict) and column in source.columns)
-        if is_sharegpt(next(rows, {}).get(column)):
-            parts[0] += " (ShareGPT: from as role, value as content)"
-    there = {f: names for f, names in _optional_columns(data).items() if {*names} <= {*source.columns}}
-    parts += [field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in there.items()]
+    available = first_source(path).columns
+    optional = _named_columns(data, data.format.optional)
+    read = _named_columns(data, data.format.fields)
+    read |= {field: names for field, names in optional.items() if {*names} <= {*available}}
+    parts = [field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in read.items()]
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
@@ -515,35 +481,28 @@ def _label_of_answers(source: Source) -> str | None:
 def unknown_columns_error(path: DataPath) -> DataError:
     """Return the error for data whose columns match no format: how to name them, with an example of its own columns."""
     source = first_source(path)
+    formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
+    return DataError(f"{source.name}: its columns match no format ({formats}); {_columns_and_format(source)}")
+
+
+def _columns_and_format(source: Source) -> str:
+    """Return the columns of a source and how they are read; if that is not known, an example of how to name them."""
     available = source.columns
+    likely = likely_format(source)
+    if likely is not None:
+        form, columns = likely
+        named = f", columns: {yaml_text(columns)}" if columns else ""
+        return f"columns: {listed(available)}. They fit data: {{format: {form}{named}}}"
     row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
     fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
     form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
     example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
-    formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
-    return DataError(
-        f"{source.name}: its columns match no format ({formats}); columns: {listed(available)}. Name those to read in "
-        f"data.columns of a recipe, for example data: {{format: {form}, columns: {yaml_text(example)}}}"
+    return (
+        f"columns: {listed(available)}. Name those to read in data.columns of a recipe, for example data: "
+        f"{{format: {form}, columns: {yaml_text(example)}}}"
     )
-
-
-def _missing_column_message(missing: str, source: Source, data: Data) -> str:
-    """Return the message for a missing column: the columns there are, and how they could be read."""
-    available = source.columns
-    message = f"no column {shortened(missing)!r}, which format {data.format} needs; columns: {listed(available)}. "
-    likely = likely_format(source)
-    if likely is None:
-        fields = [*data.format.fields]
-        example = dict(zip(fields, available, strict=False)) if len(available) >= len(fields) else {fields[0]: "…"}
-        return f"{message}Name the columns to read in data.columns, for example {yaml_text(example)}"
-    form, columns = likely
-    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {yaml_text(columns)}"] * bool(columns)
-    return f"{message}They fit data: {{{', '.join(keys)}}}"
-
-
-Columns = dict[str, list[str]]  # field → its columns
 
 
 def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
@@ -585,8 +544,11 @@ def _count_untrained(messages: list[Message], given: Any, place: str, unread: Un
     """Count a conversation, or an answer, of which no message is trained: why, by the value `given` in its column."""
     answers = [each for each in messages if each["role"] == "assistant"]
     if not any(each.get("weight", 1) for each in answers):
-        masked = f"{' and '.join(masking_keys(given))} masks all of the assistant's"
-        why = masked if answers else f"none of the assistant, but of {listed({each['role']: 0 for each in messages})}"
+        why = f"none of the assistant, but of {listed({each['role']: 0 for each in messages})}"
+        if answers:
+            written = _listed(parsed(given))
+            keys = [key for key in (*TRAINED_IF, *MASKED_IF) if any(key in each for each in written)]
+            why = f"{' and '.join(keys)} masks all of the assistant's"
         unread.add(f"conversation without a trained message: {why}", place)
 
 
@@ -669,4 +631,4 @@ def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str
             )
         raise DataError(f"{place}: {column!r} is {type_name(value)}; expected text{way_out}")
     others = [_check_text(row, name, place=place) for name in more if row.get(name) not in (None, "")]
-    return "\n\n".join(text for text in [check_unicode(value, column, place), *others] if text)
+    return "\n\n".join(text for text in [value, *others] if text)

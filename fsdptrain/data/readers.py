@@ -3,6 +3,9 @@
 Text files are parsed here, line by line, and no type is inferred. `datasets` reads only what comes from the Hub, where
 types are declared: it infers a file's types from the first 10 MB, turns texts that are all dates into timestamps and
 digits in CSV into numbers, caches files by path and mtime, and its JSON parser can end the process.
+
+Objects in stores are read from their copies in this node's cache. An object is identified by its URL, its size and its
+ETag: a copy that has all three is used again, so that a later start lists the objects and downloads only what is new.
 """
 
 from __future__ import annotations
@@ -44,7 +47,12 @@ from fsdptrain.text import size as size_text
 BATCH_ROWS = 1000
 COLUMN_ROWS = 100  # rows of a JSON file, about, whose columns are those of the file
 PART_BYTES = 2**25  # of a source, about, that one process encodes and the cache keeps by itself
+MOST_BROKEN = 10  # rows that a message lists
+READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
 MAX_JSON = 2**30  # bytes of a line, and of a file that is one row or JSON value, which have to be read whole
+REQUEST_BYTES = 2**24  # of an object, by one request
+AT_ONCE = 8  # objects that are downloaded at the same time
+POLL_S = 0.25  # between two reports of progress
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
 
 # File types that are not read, and how to convert each to one that is.
@@ -67,19 +75,17 @@ class EmptyFile(DataError):
     """A file without rows: not an error beside other files."""
 
 
-MOST_BROKEN = 10  # rows that a message lists
-READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
-
-
 class BrokenRows(DataError):
     """Rows that are not what the recipe says they are; rows behind them may be broken too."""
 
 
 def broken_rows_error(broken: list[DataError], read: int) -> BrokenRows:
     """Return one error for these broken rows, up to MOST_BROKEN of them; `read` rows were read after the first."""
-    among = f" in the {read + 1:,} rows from there, after which reading stopped" if read >= READ_ON else ""
-    count = [f"{len(broken):,} broken rows{among}, of which the first {MOST_BROKEN} are listed"]
-    return BrokenRows("\n  ".join([*map(str, broken[:MOST_BROKEN]), *(count if len(broken) > MOST_BROKEN else [])]))
+    lines = [str(each) for each in broken[:MOST_BROKEN]]
+    if len(broken) > MOST_BROKEN:
+        among = f" in the {read + 1:,} rows from there, after which reading stopped" if read >= READ_ON else ""
+        lines.append(f"{len(broken):,} broken rows{among}, of which the first {MOST_BROKEN} are listed")
+    return BrokenRows("\n  ".join(lines))
 
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -152,7 +158,8 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
     """
     kind = data_kind(file.name)
     if kind is None:
-        advice = conversion_advice(file.name)
+        name = file.name.lower()
+        advice = next((advice for suffixes, advice in CONVERSIONS.items() if name.endswith(suffixes)), None)
         raise DataError(f"{file}: unknown data file type; {advice + '; ' if advice else ''}supported: {SUPPORTED}")
     with file_errors(file):
         size = file.path.stat().st_size
@@ -163,18 +170,13 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
     else:
         reader = _TEXT_READERS[kind]
         is_table = kind in (".csv", ".tsv")
-        columns = _csv_header(file) if is_table else _columns_of_first(reader(file))
+        columns = next(_table(file), []) if is_table else _columns_of_first(reader(file))
         count = sum(1 for _ in reader(file)) if count_rows else sum(1 for _ in islice(reader(file), 1))
         rows = partial(_read_text, kind, file)
         source = Source(str(file), columns, count, rows, is_counted=count_rows, sampled=not is_table)
     if source.count < 1:  # the count in a damaged parquet file may even be negative
         raise EmptyFile(f"{file} has no rows")
     return source
-
-
-def conversion_advice(name: str) -> str | None:
-    """Return how to convert a file of this name to a supported type, where that is known."""
-    return next((advice for suffixes, advice in CONVERSIONS.items() if name.lower().endswith(suffixes)), None)
 
 
 def reject_saved_to_disk(folder: object, names: Iterable[str]) -> None:
@@ -214,7 +216,7 @@ def _open_bytes(file: DataFile) -> io.BufferedIOBase:
 
 
 def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) without a byte order mark; raises DataError for what is not UTF-8."""
+    """Yield (line number, text) without a byte order mark, decompressed; raises DataError for what is not UTF-8."""
     with file_errors(file), _open_bytes(file) as stream:
         if start != BEGIN:
             stream.seek(start[0])
@@ -248,9 +250,14 @@ def _json_lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> 
 def _json(file: DataFile) -> Rows:
     """Yield the rows of a list of objects, of one object, or of JSON lines, which are often named .json."""
     first = next((line for _, line in _lines(file) if line.strip()), "")
-    if not first.lstrip().startswith("[") and _is_json(first):
-        yield from _json_lines(file)
-        return
+    if not first.lstrip().startswith("["):
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):
+            pass  # one value on several lines
+        else:
+            yield from _json_lines(file)
+            return
     text = _full_text(file)
     try:
         value = json.loads(text)
@@ -258,14 +265,6 @@ def _json(file: DataFile) -> Rows:
         raise DataError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         yield f"{file}, row {number}", _object_or_broken(row, f"{file}, row {number}")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _full_text(file: DataFile) -> str:
@@ -306,20 +305,16 @@ def _columns_of_first(rows: Rows) -> list[str]:
     return list(columns)
 
 
-def _delimiter(file: DataFile) -> str:
-    """Return the delimiter of a table: a tab in .tsv; in .csv a comma, or what the first line has instead of one."""
+def _table(file: DataFile, strict: bool = False) -> Any:
+    """Return a reader of a table; it is divided at tabs in .tsv, else at commas, or what the first line has instead."""
     first = re.sub(r'"[^"]*"', "", next((line for _, line in _lines(file)), ""))
     order = "\t" if data_kind(file.name) == ".tsv" else ",;\t"
-    return next((mark for mark in order if mark in first), order[0])
-
-
-def _csv_header(file: DataFile) -> list[str]:
-    """Return the names in the first line, repeated ones included, which a row as a mapping would not show."""
-    return next(csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file)), [])
+    delimiter = next((mark for mark in order if mark in first), order[0])
+    return csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=strict)
 
 
 def _csv(file: DataFile) -> Rows:
-    reader = csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file), strict=True)
+    reader = _table(file, strict=True)
     number = 1
     try:
         header = next(reader, [])
@@ -379,11 +374,6 @@ def _open_parquet(file: DataFile) -> Source:
         raise DataError(f"{file}: cannot be read: {first_line(error)}") from None
 
 
-REQUEST_BYTES = 2**24  # bytes of one request
-AT_ONCE = 8  # objects that are downloaded at the same time
-POLL_S = 0.25  # between two reports of progress
-
-
 @dataclass(frozen=True)
 class DataObject:
     """An object as the store listed it."""
@@ -391,6 +381,9 @@ class DataObject:
     place: ObjectPath
     size: int
     etag: str
+
+    def __str__(self) -> str:
+        return str(self.place)
 
     @property
     def copy(self) -> Path:
@@ -449,7 +442,7 @@ def _find(root: ObjectPath) -> dict[str, DataObject]:
     found = {}
     folders = {key for key, info in matched.items() if info["type"] != "file"}
     for key, info in matched.items():
-        if key in folders and not folders.isdisjoint(_parents(key)):
+        if key in folders and any(key.startswith(f"{folder}/") for folder in folders):
             continue  # it is listed with that folder
         below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: info}
         for name, each in below.items():
@@ -458,12 +451,6 @@ def _find(root: ObjectPath) -> dict[str, DataObject]:
                 if not found[name].etag:
                     raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
     return found
-
-
-def _parents(key: str) -> list[str]:
-    """Return the folders that contain a key, the bucket first."""
-    parts = key.split("/")
-    return ["/".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _list_folder(folder: ObjectPath) -> dict[str, Any]:
@@ -521,7 +508,12 @@ def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -
         remove_leftovers(folder)
         if not missing:
             return
-        _check_space(folder, sum(each.size for each in missing))
+        needed, free = sum(each.size for each in missing), shutil.disk_usage(folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"no space: the data needs {size_text(needed)}, and {size_text(free)} are free on "
+                f"{socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
+            )
         scratch.mkdir()
         try:
             with full_disk_errors(folder):
@@ -549,15 +541,6 @@ def _report(progress: Progress, received: int, total: int) -> None:
     unit, bytes_of_unit = ("MiB", 2**20) if total > 10 * 2**20 else ("KiB", 2**10)
     whole = -(-total // bytes_of_unit)
     progress(f"downloading data ({unit})", received // bytes_of_unit if received < total else whole, whole)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(
-            f"no space: the data needs {size_text(needed)}, and {size_text(free)} are free on {socket.gethostname()} "
-            f"for the cache {folder}: {MORE_SPACE}"
-        )
 
 
 def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) -> None:

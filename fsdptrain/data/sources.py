@@ -1,4 +1,7 @@
-"""Names of the files in a folder → its splits, as the Hub and `datasets` lay them out."""
+"""A data path → its files, its objects or its Hub data set, opened; and what identifies their content.
+
+The splits of a folder follow from the names in it, as the Hub and `datasets` lay them out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,6 @@ from fsdptrain.data.readers import (
     EmptyFile,
     Rows,
     Source,
-    conversion_advice,
     fetch,
     file_errors,
     list_objects,
@@ -155,7 +157,9 @@ def open_hub_data(path: str) -> Source:
             f"data.path: the data set {path!r} is not in the cache, and {HUB_UNREACHABLE}; name a local file or folder"
         ) from None
     except Exception as error:  # the Hub's failures have many classes; each means that there is no data
-        raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root_cause(error)}") from None
+        *_, first = causes(error)
+        reason = f"{type(first).__name__}: {first_line(first)}"
+        raise DataError(f"data.path: cannot load the Hub data set {path!r}: {reason}") from None
 
     cached = _commits_of(opened)
     if commit and cached and commit not in cached:
@@ -204,11 +208,6 @@ def _commits_of(opened: Any) -> set[str]:
     return {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
 
 
-def _root_cause(error: BaseException) -> str:
-    *_, first = causes(error)
-    return f"{type(first).__name__}: {first_line(first)}"
-
-
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 DIGEST_FILE = "sha256"  # in a folder of the cache
 READERS = 8  # files that are read at a time for their digests
@@ -221,22 +220,16 @@ def data_files(path: str) -> list[Path]:
     file: a reader would wait for the first two, and rows would be missing without notice because of the third.
     """
     found = {Path(name) for name in matching_paths(path)}
-    files = {file for p in found for file in _files_in(p)}
+    files = {each for each in found if not os.path.isdir(each)}  # noqa: PTH112
+    for each in found - files:
+        for folder, _, names in os.walk(each, onerror=_raise_unreadable):
+            reject_saved_to_disk(folder, names)
+            files |= {Path(folder, name) for name in names}
     wanted = sorted(file for file in files if data_kind(file.name) or file in found)
     for file in wanted:
         if not os.path.isfile(file):  # noqa: PTH113  (Path's raises where a folder may not be entered)
             raise DataError(f"{file} is not a readable regular file")
     return wanted
-
-
-def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the path itself or, when it is a folder, every file below it."""
-    if not os.path.isdir(path):  # noqa: PTH112
-        yield path
-        return
-    for folder, _, names in os.walk(path, onerror=_raise_unreadable):
-        reject_saved_to_disk(folder, names)
-        yield from (Path(folder, name) for name in names)
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -261,7 +254,7 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
 
     Files that describe the data in a folder are left out, and hidden ones, such as an editor's copies of others.
     """
-    objects = {str(each.place): each for each in list_objects(place)} if URL.fullmatch(place) else {}
+    objects = {str(each): each for each in list_objects(place)} if URL.fullmatch(place) else {}
     files = {str(file): DataFile(file, str(file)) for file in data_files(place)} if not objects else {}
     splits: dict[str, dict[str, DataFile | DataObject]] = {}
     folder = place.rstrip("/") + "/"
@@ -275,7 +268,7 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
 
 def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
     """Return a sentence for each folder of several splits: which is read, neither to train nor to evaluate."""
-    found, evaluated = [], {_name_of(each) for each in _found(eval_path)} if eval_path else set()
+    found, evaluated = [], {str(each) for each in _found(eval_path)} if eval_path else set()
     for place in places(path):
         splits = _by_split(place)
         read = splits_to_train(splits, place) if splits else set()
@@ -287,10 +280,6 @@ def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
             offer = f"; to evaluate on it, set data.eval: {{path: {yaml_text(held_out)}}}" if held_out else ""
             found.append(f"of {shortened(place)} only the {chosen} read, not {listed(counts)}{offer}")
     return found
-
-
-def _name_of(found: DataFile | DataObject) -> str:
-    return found.name if isinstance(found, DataFile) else str(found.place)
 
 
 def held_out_files(path: DataPath) -> str | None:
@@ -321,7 +310,7 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
 def file_sizes(path: DataPath) -> dict[str, int]:
     """Return the bytes of every file behind a path, by its name or URL; nothing is downloaded."""
     found = _found(path)
-    return dict((str(e.place), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
+    return dict((str(e), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
 
 
 def count_files(path: DataPath) -> int:
@@ -375,7 +364,7 @@ def contents(path: DataPath) -> dict[DataFile, Content]:
 
     From QUICKLY_READ on it is cached: that of each large file by itself, that of all others together.
     """
-    objects: dict[str, list[Any]] = {str(e.place): [str(e.place), e.size, e.etag, [0]] for e in data_objects(path)}
+    objects: dict[str, list[Any]] = {str(e): [str(e), e.size, e.etag, [0]] for e in data_objects(path)}
     states = {file: objects.get(file.name) or _state(file) for file in readable_files(path)}
     large = [file for file, (_, size, *_) in states.items() if size >= QUICKLY_READ]
     groups = [[file] for file in large] + [[file for file in states if file not in set(large)]]
@@ -496,7 +485,7 @@ def _downloaded(found: DataFile | DataObject) -> DataFile:
     if isinstance(found, DataFile):
         return found
     fetch([found])
-    return DataFile(found.copy, str(found.place))
+    return DataFile(found.copy, str(found))
 
 
 def _check_places(path: DataPath) -> None:
@@ -506,10 +495,4 @@ def _check_places(path: DataPath) -> None:
             continue
         if not URL.fullmatch(place) and not Path(place).exists():
             raise NoData(f"data.path: {shortened(place)!r} was not found")
-        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
-
-
-def _conversion_hint(folder: str) -> str:
-    """Return how to convert a file of a folder that has no supported one, as the end of a message."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
-    return next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")
+        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED})")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from fsdptrain.config.dtypes import BYTES, HALF
+from fsdptrain.config.optimizers import BYTES, HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger

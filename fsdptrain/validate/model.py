@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
-from fsdptrain.config.dtypes import BYTES, NF4_BYTES
-from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import check_adapter_values, quantised_ids
 from fsdptrain.model.attention import flash_fits, supports_flash
