@@ -354,8 +354,8 @@ def validate(
             )
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
+        from fsdptrain.validate.findings import show_outcome
         from fsdptrain.validate.request import make_request
-        from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -583,8 +583,8 @@ def submit(
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.findings import show_outcome
     from fsdptrain.validate.request import make_request
-    from fsdptrain.validate.summary import show_outcome
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:

@@ -26,7 +26,7 @@ from fsdptrain.forecast.device import DeviceEvent, PretendStream, pretend_world
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
-from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Alloc, Kernel
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model.adapters import freeze
 from fsdptrain.model.parameters import weights_of
@@ -333,20 +333,6 @@ def test_the_pretended_stream_and_event_have_what_those_of_torch_have() -> None:
         missing = {name for name in dir(real) if not name.startswith("_")} - set(dir(pretended()))
         assert missing <= {"native_handle", "ipc_handle", "from_ipc_handle", "event_id", "device"}, missing
     assert PretendStream().device_type == int(torch._C._autograd.DeviceType.PrivateUse1)
-
-
-def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
-    trace = Trace(events=[Moment("forward of embedding"), *[Synchronize()] * 7])
-    accumulated = {"device": "cuda", "train__global_batch_size": 24}
-    offloaded = accumulated | {"fsdp__cpu_offload": True}
-    [note] = server.accumulation_notes(plan_of(tmp_path, **offloaded), trace, 2**20)
-    assert "waits for the GPU 7 times a step; fsdp.accumulation=hold_shards adds them in 1.0 MiB" in note
-    hybrid = accumulated | {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2}
-    [note] = server.accumulation_notes(plan_of(tmp_path, **hybrid), trace, 2**20)
-    assert "summed over 2 copies in each of 3 micro-batches; fsdp.accumulation=hold_shards" in note
-    held = {"fsdp__accumulation": "hold_shards"}
-    for changes in (accumulated, offloaded | held, offloaded | {"train__global_batch_size": 8}, hybrid | held):
-        assert not server.accumulation_notes(plan_of(tmp_path, **changes), trace, 2**20)
 
 
 def test_the_host_waits_for_the_device_only_to_read_a_logged_step(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.testing._internal.distributed.fake_pg
-from ranks import build, curve, gradients_of
+from ranks import build, curve, gradients_of, recorded
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
 from torch._dynamo.utils import counters
