@@ -4,9 +4,9 @@ The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
 
-A loss that is no plain sum over tokens needs the log-probability of each label first: `label_log_probs`, whose backward
-computes the logits of a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums
-over its two answers. They are computed in float64: differences of sums of hundreds are small.
+A loss that is no plain sum over tokens needs the log-probability of each label first. Its backward computes the logits
+of a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums over its two answers.
+They are computed in float64: differences of sums of hundreds are small.
 
 With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
 """
@@ -38,15 +38,15 @@ ToGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AfterHead], to
 def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     """Let an unsharded causal LM return a loss (`cross_entropy`) for `model(labels=…, divisor=…, **inputs)`.
 
-    With divisor=None it returns the log-probability of each label (`label_log_probs`). Labels belong to the positions
-    themselves: nothing is shifted. Without labels the model returns logits as before. FSDP's hooks run around
-    `__call__` and so around this: the head is called, gathered and reduced once, as before.
+    With divisor=None it returns the log-probability of each label, float32 [tokens], 0 where it is IGNORED. Labels
+    belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before. FSDP's
+    hooks run around `__call__` and so around this: the head is called, gathered and reduced once, as before.
     `compiled`: what is between the products of a chunk is compiled. Raises RecipeError for an architecture that does
     not apply a linear head to its hidden states.
     """
     decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
-    gradients = CompiledGradients() if compiled else to_gradients
+    gradients = compiled_gradients() if compiled else to_gradients
     forward, head_forward = model.forward, head.forward
 
     def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor | None = 1, **inputs: Any) -> Any:
@@ -62,7 +62,7 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
             return logits
         hidden = hidden.to(head.weight.dtype).flatten(0, 1)  # mamba2's residual stream is float32
         if divisor is None:
-            return label_log_probs(hidden, head.weight, head.bias, labels.flatten(), after, gradients)
+            return _LabelLogProbs.apply(hidden, head.weight, head.bias, labels.flatten(), after, gradients)
         return cross_entropy(hidden, head.weight, head.bias, labels.flatten(), divisor, after, gradients)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
@@ -173,19 +173,6 @@ def cross_entropy(
         for h, t in _chunks(hidden, weight, labels)
     ]
     return torch.stack(losses).sum() / divisor
-
-
-def label_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    after: AfterHead,
-    gradients: ToGradients | None = None,
-) -> torch.Tensor:
-    """Return the log-probability of each label, float32 [T], 0 where it is IGNORED; arguments as `cross_entropy`."""
-    found: torch.Tensor = _LabelLogProbs.apply(hidden, weight, bias, labels, after, gradients or to_gradients)
-    return found
 
 
 SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
@@ -365,23 +352,20 @@ def _fusible_loss_and_gradient(
     return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
 
 
-class CompiledGradients:
-    """`to_gradients` in one compiled graph for each shape of a chunk: chunks have two lengths at most."""
+def compiled_gradients() -> ToGradients:
+    """Return `to_gradients` in one compiled graph for each shape of a chunk: chunks have two lengths at most."""
+    graphs: dict[Any, Callable[..., torch.Tensor]] = {}
 
-    def __init__(self) -> None:
-        self._graphs: dict[Any, Callable[..., torch.Tensor]] = {}
-
-    def __call__(
-        self, logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead
-    ) -> torch.Tensor:
-        """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, as `to_gradients` does."""
-        inputs = logits, labels, scale
+    def compiled(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead) -> torch.Tensor:
         kind = logits.shape, logits.dtype
-        if kind not in self._graphs:
+        if kind not in graphs:
             # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.
             body = functools.partial(_overwrite, after=after, loss_and_gradient=_fusible_loss_and_gradient)
-            self._graphs[kind] = torch.compile(make_fx(body, tracing_mode="fake")(*inputs), dynamic=False)
-        return self._graphs[kind](*inputs)
+            traced = make_fx(body, tracing_mode="fake")(logits, labels, scale)
+            graphs[kind] = torch.compile(traced, dynamic=False)
+        return graphs[kind](logits, labels, scale)
+
+    return compiled
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

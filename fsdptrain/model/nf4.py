@@ -98,10 +98,11 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     They are all linear layers except the head, those that are tied to the embedding or kept in float32, and experts.
     The model may have adapters: a layer that is kept in float32 then has another name, and adapters are linear layers.
     """
-    # Not part of transformers' interface: an ordinary run must not depend on it.
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    skipped = get_keys_to_not_convert(model)
+    head = model.get_output_embeddings()
+    last = [*model.named_parameters()][-1][0]  # of some architectures it is another head
+    tied = model.all_tied_weights_keys
+    keys = {name.removesuffix(".weight") for name in (*tied.keys(), *tied.values(), last)}
+    skipped = keys | {name for name, module in model.named_modules() if module is head}
     return {
         name: layer
         for name, layer in model.named_modules()

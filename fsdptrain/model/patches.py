@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading, masking_utils
 from transformers.integrations import hub_kernels
@@ -36,9 +35,7 @@ RELIES_ON = {
     # by units and init,
     "transformers.PreTrainedModel._no_split_modules": {"dc937b598926": "5.23.0"},
     "transformers.PreTrainedModel._init_weights": {"a315e7d7cb00": "5.23.0", "2f3d605374c4": "5.24.0"},
-    # by nf4,
-    "transformers.quantizers.base.get_keys_to_not_convert": {"bc4c98efba06": "5.23.0"},
-    # by attention.
+    # by tiles.
     "torch.ops.aten._softmax_backward_data.default": {"2827cddc7f79": "2.11.0 2.13.0 2.15.0"},
     # by varlen: torch calls these operators by position, and there are kernels for them on a CPU here,
     "torch.ops.torch_attn._varlen_attn.default": {
@@ -124,39 +121,3 @@ def documents_of(position_ids: torch.Tensor, packed: bool) -> torch.Tensor | Non
 VARLEN_FORWARD, VARLEN_BACKWARD = (
     torch.ops.torch_attn._varlen_attn.default, torch.ops.torch_attn._varlen_attn_backward.default
 )  # fmt: skip
-
-CONSTRUCTOR_ARGUMENTS = "_fsdptrain_constructor_arguments"
-
-
-@contextlib.contextmanager
-def constructor_arguments_recorded(classes: set[type[nn.Module]]) -> Iterator[None]:
-    """Keep (args, kwargs) of the constructor of every new instance of `classes`: see `constructor_arguments`.
-
-    Replaces the `__init__` of each class.
-    """
-
-    def recording(init: Any) -> Any:
-        @functools.wraps(init)
-        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self.__dict__.setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the outermost call comes first
-            init(self, *args, **kwargs)
-
-        return wrapped
-
-    originals = {cls: cls.__dict__.get("__init__") for cls in classes}
-    try:
-        for cls in classes:
-            cls.__init__ = recording(cls.__init__)  # type: ignore[method-assign]
-        yield
-    finally:
-        for cls, init in originals.items():
-            if init is None:  # inherited
-                del cls.__init__
-            else:
-                cls.__init__ = init  # type: ignore[method-assign]
-
-
-def constructor_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the (args, kwargs) that a module was constructed with under `constructor_arguments_recorded`."""
-    found: tuple[tuple[Any, ...], dict[str, Any]] = module.__dict__[CONSTRUCTOR_ARGUMENTS]
-    return found

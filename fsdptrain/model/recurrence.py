@@ -45,12 +45,12 @@ def accept_documents(model: nn.Module) -> list[SequenceKernel]:
     kernels of these modules, also those that take no bounds.
     """
     found = []
-    for home in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
-        for name, function in list(vars(sys.modules[home]).items()):
+    for module_name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
+        for name, function in list(vars(sys.modules[module_name]).items()):
             if kernel := kernel_of(function):
                 found.append(kernel)
                 if kernel.name in BOUNDS and not hasattr(function, "without_bounds"):
-                    setattr(sys.modules[home], name, taking_documents(function, kernel.name))
+                    setattr(sys.modules[module_name], name, taking_documents(function, kernel.name))
     return found
 
 

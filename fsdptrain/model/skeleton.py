@@ -20,12 +20,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from fsdptrain.config.schema import Model, Recipe
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.units import decoder_layers, full_name, saved_state
 from fsdptrain.run_folder.events import Progress
 
@@ -61,18 +60,19 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if whole in (config.architectures or ()) else AutoModelForCausalLM
 
 
-def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
+def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: type[nn.Module] | None = None) -> Any:
     """Return the model with parameters on the meta device in the master dtype, and real buffers on the CPU.
 
     `compute` is the dtype that parameters are cast to for compute, by default the master dtype: buffers that are in no
     file are those of a model of that dtype. The attribute `float32_names` of the result names the tensors that
     transformers keeps in float32 in such a model, by the architecture's lists or its constructors; their master dtype
-    is float32, too. Raises RecipeError if no model can be built from the configuration.
+    is float32, too. `keep_real` is as in `parameters_on_meta`. Raises RecipeError if no model can be built from the
+    configuration.
     """
     # Let transformers build the model in the compute dtype: this decides its buffers, and what stays in float32.
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
     kernel = model.attn_implementation
-    with _building_errors(kernel), parameters_on_meta(), _LargeOnMeta():
+    with _building_errors(kernel), parameters_on_meta(keep_real), _LargeOnMeta():
         # Weights that are drawn need no other parts than the language model.
         made = (auto_class(config) if model.init == "pretrained" else AutoModelForCausalLM).from_config(
             copy.deepcopy(config),  # `from_config` writes the dtype into it
@@ -235,12 +235,11 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
     """Yield the weights of each group by name, whole and on the CPU, as `AutoModelForCausalLM.from_config` draws them.
 
     The memory is NaN before `_init_weights` runs. A parameter that is still NaN afterwards is left to its module's
-    constructor: it gets the constructor's value, and `_init_weights` runs a second time. A tied parameter is drawn with
-    its source, because transformers ties weights after the initialisation. Raises RecipeError for a parameter that
-    nothing initialises.
+    constructor, and gets the value that it has in a new model. A tied parameter is drawn with its source, because
+    transformers ties weights after the initialisation. Raises RecipeError for a parameter that nothing initialises.
     """
     names = {id(param): name for name, param in mirror.named_parameters()}
-    twin: Any = None  # a skeleton whose modules keep the arguments of their constructors
+    twins: dict[type[nn.Module], Any] = {}  # a class → a skeleton in which its modules have real parameters
     for group in groups:
         places = [
             (name, module, key, param)
@@ -249,49 +248,38 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
             if full_name(name, key) not in mirror.all_tied_weights_keys
         ]
         # Put real parameters into the modules, let `_init_weights` fill them, and put the meta ones back.
-        constructed: dict[int, torch.Tensor] = {}
-        for _ in range(2):
-            real: dict[int, nn.Parameter] = {}
-            for *_, param in places:
-                value = constructed.get(id(param))
-                memory = torch.full_like(param, torch.nan, device="cpu") if value is None else value.clone()
-                real[id(param)] = nn.Parameter(memory, requires_grad=param.requires_grad)
-                real[id(param)].__dict__.update(param.__dict__)  # flags that `_init_weights` may read
-            for _, module, key, param in places:
-                setattr(module, key, real[id(param)])
-            torch.manual_seed(seed_of(recipe.seed, group.name))
-            with torch.no_grad():
-                for _, module, rules in group.modules:
-                    rules(module)
-            for _, module, key, param in places:
-                setattr(module, key, param)
-            left = [place for place in places if real[id(place[-1])].isnan().any()]
-            if not left or constructed:
-                break
-            if twin is None:
-                with constructor_arguments_recorded({type(module) for module in mirror.modules()}):
-                    twin = skeleton(mirror.config, recipe.model)
-            constructed = {id(param): _constructed(twin, recipe, name, key) for name, _, key, param in left}
-        if left:
-            name, module, key, _ = left[0]
-            raise RecipeError(
-                f"model.init: random is not possible: transformers does not initialise {full_name(name, key)} "
-                f"({type(module).__name__}); start from pretrained weights"
-            )
+        real: dict[int, nn.Parameter] = {}
+        for *_, param in places:
+            memory = torch.full_like(param, torch.nan, device="cpu")
+            real[id(param)] = nn.Parameter(memory, requires_grad=param.requires_grad)
+            real[id(param)].__dict__.update(param.__dict__)  # flags that `_init_weights` may read
+        for _, module, key, param in places:
+            setattr(module, key, real[id(param)])
+        torch.manual_seed(seed_of(recipe.seed, group.name))
+        with torch.no_grad():
+            for _, module, rules in group.modules:
+                rules(module)
+        for name, module, key, param in places:
+            setattr(module, key, param)
+            if not real[id(param)].isnan().any():
+                continue
+            if type(module) not in twins:
+                twins[type(module)] = _with_real(type(module), mirror, recipe)
+            real[id(param)] = twins[type(module)].get_parameter(full_name(name, key))
+            if real[id(param)].isnan().any():
+                raise RecipeError(
+                    f"model.init: random is not possible: transformers does not initialise {full_name(name, key)} "
+                    f"({type(module).__name__}); start from pretrained weights"
+                )
         yield {names[i]: weight.detach() for i, weight in real.items()}
 
 
-def _constructed(twin: Any, recipe: Recipe, name: str, key: str) -> torch.Tensor:
-    """Run the constructor of a module again; return its parameter `key`: NaN where the constructor sets no value."""
-    module = twin.get_submodule(name)
-    args, kwargs = constructor_arguments(module)
-    torch.manual_seed(seed_of(recipe.seed, name, "constructor"))
+def _with_real(kind: type[nn.Module], mirror: Any, recipe: Recipe) -> Any:
+    """Return a skeleton in which modules of a class have their first parameters: NaN where nothing sets a value."""
+    torch.manual_seed(seed_of(recipe.seed, kind.__name__, "constructor"))
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not set is NaN
     try:
-        dtype = getattr(torch, recipe.model.dtype)
-        with parameters_on_meta(keep_real=type(module)), local_torch_dtype(dtype):
-            param: torch.Tensor = type(module)(*args, **kwargs).get_parameter(key)
+        return skeleton(mirror.config, recipe.model, keep_real=kind)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    return param.detach()

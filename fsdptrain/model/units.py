@@ -122,14 +122,20 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
         if units and not tied(model):
             units = _with_embedding_and_head(model, units)
     # Move shared weights to the root, which gathers them once; a class that the recipe names is rejected instead.
-    split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
-    if split and isinstance(wrap, list):
-        raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
-    shared = _with_shared_weights(units)
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(id(module))
+    shared = []
+    for unit in units:
+        inside = {id(inner) for module in unit.modules for inner in module.modules()}
+        if any(not owners[id(param)] <= inside for module in unit.modules for param in module.parameters()):
+            shared.append(unit)
     if shared and isinstance(wrap, list):
-        names = f"{shared[0].name} and {shared[1].name}"
-        raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
-    units = [unit for unit in units if unit not in split + shared]
+        raise RecipeError(
+            f"fsdp.wrap: {shared[0].name} of {type(model).__name__} shares weights with other modules: leave it out"
+        )
+    units = [unit for unit in units if unit not in shared]
     if not units:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
@@ -145,17 +151,17 @@ def in_buckets(units: list[Unit], fsdp: Fsdp) -> list[Unit]:
         return units
     width = getattr(torch, fsdp.mixed_precision.reduce_dtype).itemsize
     found: list[Unit] = []
-    room = 0
+    left = 0  # bytes in the bucket of the last unit that was found
     for unit in reversed(units):
         params = {param for module in unit.modules for param in module.parameters() if param.requires_grad}
         size = width * sum(param.numel() for param in params)
-        if found and size <= room:
+        if found and size <= left:
             name = f"{unit.name} to {found[-1].name.rpartition(' to ')[2]}"
             found[-1] = Unit(name, [*unit.modules, *found[-1].modules])
-            room -= size
+            left -= size
         else:
             found.append(unit)
-            room = fsdp.bucket_cap_mb * 2**20 - size
+            left = fsdp.bucket_cap_mb * 2**20 - size
     return found[::-1]
 
 
@@ -232,21 +238,6 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
     visit("", model)
     return units
-
-
-def _with_shared_weights(units: list[Unit]) -> list[Unit]:
-    """Return the units that share weights with another one (zamba's decoder layers share an attention layer)."""
-    holders: dict[int, list[Unit]] = {}
-    for unit in units:
-        for param in {id(param) for module in unit.modules for param in module.parameters()}:
-            holders.setdefault(param, []).append(unit)
-    shared = [unit for several in holders.values() if len(several) > 1 for unit in several]
-    return [unit for unit in units if unit in shared]
-
-
-def _holds_one_end(model: Any, unit: Unit) -> bool:
-    inside = {id(inner) for module in unit.modules for inner in module.modules()}
-    return len(inside & {id(model.get_input_embeddings()), id(model.get_output_embeddings())}) == 1
 
 
 def _holds_parameters(module: nn.Module) -> bool:

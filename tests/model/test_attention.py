@@ -212,12 +212,6 @@ def test_masked_pairs_are_not_computed() -> None:
     assert pairs(tiles_of(window(1024, 128), 1024)) < every // 4
 
 
-def test_rows_with_the_same_mask_are_computed_together() -> None:
-    same, other = documents([100, 200], [100, 200]), documents([100, 200], [200, 100])
-    assert [tile.rows for tile in tiles_of(same, 300)] == [slice(0, 2)] * 5
-    assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 5 + [slice(1, 2)] * 5
-
-
 # --- in a model ------------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
@@ -308,15 +302,6 @@ def test_recomputing_layers_changes_no_gradient(kind: str, installed: None, monk
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     tile_count = 3 * sum(len(tiles_of(documents(row), 200)) for row in ([90, 110], [150, 50]))
     assert len(times) == tile_count * (2 if kind == "selective" else 3)  # selective: attention is not recomputed
-
-
-@pytest.mark.soak
-def test_compiled_layers_compute_the_same(installed: None) -> None:
-    expected = trained(model_of("llama"))
-    model = model_of("llama")
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward)
-    assert_alike(trained(model), expected)
 
 
 class Module(torch.nn.Module):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_varlen import MODELS, SIZES
+from test_attention import SIZES
+from test_varlen import MODELS
 from torch.nn import attention as of_torch
 from transformers import AutoConfig
 
@@ -113,21 +114,6 @@ def test_the_first_that_is_right_is_used(packages: Path) -> None:
     assert activate_best_flash(bare, CPU, 9) == "attention is computed by FlashAttention 3"
     of_torch.restore_flash_attention_impl()
     assert varlen.varlen_attn is original
-
-
-def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    tried = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "activate_best_flash", lambda *given: tried.append(given) or "a note")
-    reporter, watchdog = SimpleNamespace(progress=lambda *_: None), SimpleNamespace(reset=lambda: None)
-    session: Any = SimpleNamespace(reporter=reporter, watchdog=watchdog)
-    for kind, kernel, expected in (("cuda", varlen.NAME, "a note"), ("cuda", "sdpa", None), ("cpu", varlen.NAME, None)):
-        bare = SimpleNamespace(config=SimpleNamespace(_attn_implementation=kernel))
-        inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=bare))
-        world: Any = SimpleNamespace(device=torch.device(kind), gather_objects=lambda mine: [mine, mine])
-        assert setup.use_best_flash(session, inputs, world) == expected
-    assert [given[1:] for given in tried] == [(torch.device("cuda"), 9)]
-    assert capfd.readouterr().out == "a note\n"
 
 
 def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

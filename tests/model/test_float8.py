@@ -19,7 +19,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.checkpoint.export import export_live
-from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
@@ -105,12 +104,6 @@ def test_a_run_without_float8_does_not_import_torchao() -> None:
     """Which takes seconds: transformers and peft would, because it is installed."""
     code = "import sys, fsdptrain.train.worker, transformers.quantizers.auto, peft; print(sys.modules['torchao'])"
     assert python("-c", code).stdout == "None\n"
-
-
-def test_the_heading_names_the_products_in_float8(tmp_path: Path) -> None:
-    words = {"fsdp": {"mixed_precision": {"param_dtype": "bfloat16"}}, "train__float8": "tensorwise"}
-    plan = plan_of(tmp_path, **words)
-    assert "bfloat16 compute, products in float8 (tensorwise)\n" in heading(plan, plan.rundir, EarlierAttempts())
 
 
 @pytest.mark.parametrize(
@@ -251,14 +244,6 @@ def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
     alone, found = trained(2, tmp_path)
     assert_trains_as_bf16(alone, found, limit=1e-3)
     assert_exports_are_plain(tmp_path)
-
-
-@pytest.mark.soak
-def test_curves_over_200_steps_are_near_those_in_bf16(tmp_path: Path) -> None:
-    selective = "fsdp.activation_checkpointing=selective"
-    alone, found = trained(200, tmp_path, selective, "train.compile=true")
-    assert_trains_as_bf16(alone, found, limit=1e-2)
-    assert found[selective]["curve"] == found["rowwise"]["curve"], "recomputation changes what is computed"
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_compiled_it_is_one_graph_for_each_length_of_chunks(
     labels[::3] = -100
     inputs: list[torch.Tensor | None] = [states.requires_grad_(), weight.requires_grad_(), None]
     counters.clear()
-    compiled, found = loss.CompiledGradients(), []
+    compiled, found = loss.compiled_gradients(), []
     for divisor in (64, 41, 2**24 + 1, 3):
         made, expected = (
             gradients(lambda *x, g=g, n=divisor: loss.cross_entropy(*x, labels, n, capped, g), inputs, 1.0)
@@ -197,7 +197,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
     logits, labels = torch.randn(16, 3000).bfloat16(), torch.arange(16)
     _, [code] = run_and_get_code(
-        lambda: loss.CompiledGradients()(logits, labels, torch.full([16], 7.0), lambda x: x * 1)
+        lambda: loss.compiled_gradients()(logits, labels, torch.full([16], 7.0), lambda x: x * 1)
     )
     assert "(16, 1)" in code
     assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)
@@ -227,11 +227,6 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
             (found if taught else found.logits.sum()).backward()
         largest.append(sizes.largest)
     assert largest == [512 * ids.numel(), 512 * max(64, chunk)]  # now the head's own gradient
-
-
-def test_chunks_are_long_enough_to_be_fast_and_short_enough_to_be_small() -> None:
-    sizes = [(2048, 512), (4096, 4096), (4096, 8192), (16384, 8192), (8192, 640)]
-    assert [loss.loss_chunks(*size) for size in sizes] == [1, 1, 1, 1, 5]
 
 
 class Turned(nn.Module):

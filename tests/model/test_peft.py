@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -152,15 +151,13 @@ def reference(recipe: Path, case: Case, start: dict[str, torch.Tensor], steps: i
 
 
 class Parity:
-    """Compares curves and gradients of variants of cases with plain loops, and keeps the distances.
+    """Compares curves and gradients of variants of cases with plain loops, which must be near.
 
     A plain loop is computed once for a case: every variant of it must begin with the same weights.
     """
 
     def __init__(self, recipe: Path, cases: dict[str, Case], steps: int = STEPS) -> None:
         self.recipe, self.cases, self.steps = recipe, cases, steps
-        self.rows: dict[str, dict[int, str]] = {}  # variant → number of ranks → distances
-        self.wrong: dict[str, tuple[float, ...]] = {}
         self._expected: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}
 
     def train(self, job: str, world: int, variants: dict[str, list[str]], tmp: Path) -> dict[str, Any]:
@@ -174,15 +171,15 @@ class Parity:
         ranks = on_ranks(world, job, tmp, 3600, **arguments)
         curves = [[run["curve"] for run in found.values()] for found in ranks]
         assert all(other == curves[0] for other in curves), "ranks report different curves"
+        wrong = {}
         for number, (name, run) in enumerate(ranks[0].items()):
             assert run["unchanged"], f"{name}: the base has changed"
             distances = self._distances(name, run["curve"], torch.load(tmp / f"{number}.pt"))
-            shown = "{:.0e} / {:.0e} / {:.0e}".format(*distances)
-            self.rows.setdefault(name, {})[world] = shown
-            print(f"{name:50} {world} ranks  {shown}", flush=True)
+            print(f"{name:50} {world} ranks  {distances}", flush=True)
             case = case_of[name]
             if max(distances[:2]) > case.limit or distances[2] > case.gradients:
-                self.wrong[f"{name} × {world}"] = distances
+                wrong[name] = distances
+        assert not wrong, "loss, gradient norm, gradient of the worst parameter"
         return dict(ranks[0])
 
     def _distances(self, name: str, curve: Any, made: dict[str, Any]) -> tuple[float, float, float]:
@@ -194,16 +191,6 @@ class Parity:
         assert start.keys() == first.keys() and all(torch.equal(start[n], first[n]) for n in first), name
         return (*largest_difference(curve, expected), worst_gradient(made["gradients"], gradients(made["end"]))[0])
 
-    def finish(self) -> None:
-        """Print the distances as a table in Markdown, and fail if one is above its limit."""
-        worlds = sorted({world for found in self.rows.values() for world in found})
-        print("\nloss / gradient norm / gradient of the worst parameter")
-        print(f"| trained × strategy | {' | '.join(f'{world} ranks' for world in worlds)} |")
-        print(f"| --- |{' --- |' * len(worlds)}")
-        for name, found in self.rows.items():
-            print(f"| {name} | {' | '.join(found.get(world, '–') for world in worlds)} |")
-        assert not self.wrong
-
 
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
@@ -212,7 +199,6 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     copies = {"LoRA bf16, recomputed × copies": ["fsdp.strategy=NO_SHARD"]}
     found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | copies, tmp_path)
-    parity.finish()
     # Where each rank has a whole copy, only the adapters, in float32, have other memory for compute.
     gathered = found["LoRA bf16, recomputed"]["copied"]
     assert found[next(iter(copies))]["copied"] == [name for name in gathered if is_adapter(name)] != gathered
@@ -222,25 +208,10 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
         assert run["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
 
 
-def every_strategy(case: str, world: int) -> dict[str, list[str]]:
-    """Return a case with every strategy that a world size allows."""
-    return {f"{case} × {name}": words for name, words in strategies(world).items()}
-
-
 def test_a_hybrid_mesh_agrees_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two copies of two ranks: peft takes a rank's rows for the whole weight there, if it is sharded already."""
     parity = Parity(recipe, CASES, steps=2)
     parity.train("adapted", 4, {"LoRA × HYBRID_SHARD": strategies(4)["HYBRID_SHARD"]}, tmp_path)
-    parity.finish()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", CASES)
-def test_every_strategy_agrees_with_a_plain_peft_loop(case: str, recipe: Path, tmp_path: Path) -> None:
-    parity = Parity(recipe, CASES)
-    for world in WORLDS:
-        parity.train("adapted", world, every_strategy(case, world), tmp_path / str(world))
-    parity.finish()
 
 
 @pytest.mark.soak
@@ -248,7 +219,6 @@ def test_other_architectures_agree_with_a_plain_peft_loop(recipe: Path, tmp_path
     parity = Parity(recipe, MODELS)
     for world in WORLDS:
         parity.train("adapted", world, {name: [] for name in MODELS}, tmp_path / str(world))
-    parity.finish()
 
 
 @pytest.fixture(scope="module")
@@ -341,31 +311,6 @@ def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
         setup.load_state(None, session, inputs, checkpointer, 0)  # type: ignore[arg-type]
 
 
-def test_the_watchdog_allows_for_a_slow_disk_where_weights_are_frozen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All files are read before the first collective; and each tensor that is read restarts the timeout."""
-    plan = make_plan(load(adapter_recipe(tmp_path, adapter={"kind": "lora"})), Topology("cpu", 1, 1))
-    for name in ("check_shared", "frozen_digest", "Checkpointer", "allocate", "make_optimizer", "start_state"):
-        monkeypatch.setattr(setup, name, MagicMock())
-    monkeypatch.setattr(setup, "set_step", lambda *_: None)
-    monkeypatch.setattr(setup, "read_weights", lambda *arguments: arguments[4]("load", 1, 1))
-    done: list[Any] = []
-    session: Any = SimpleNamespace(
-        stop=SimpleNamespace(count=0), progress=lambda *_: done.append("tensor"), reporter=MagicMock(), rundir=None,
-        initial_plan=plan, watchdog=SimpleNamespace(reset=lambda disk_bytes=0: done.append(disk_bytes)),
-    )  # fmt: skip
-    inputs: Any = SimpleNamespace(plan=plan, prepared=SimpleNamespace(bare=None), content={})
-    world: Any = SimpleNamespace(device=torch.device("cpu"), any=lambda _: False, rank=1)
-    setup.open_run_folder(session, inputs, world)
-    assert done.pop() == sum(Path(file).stat().st_size for file in safetensors_files(plan)) > 0
-    checkpointer: Any = SimpleNamespace(
-        world=world, newest_step=lambda: 3, skipped=0, load_newest=lambda *_: done.append("checkpoint") or 3
-    )
-    assert setup.load_state(None, session, inputs, checkpointer, 10**9)[1] == 3  # type: ignore[arg-type]
-    assert done == ["tensor", 2 * 10**9, "checkpoint"]
-
-
 def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
     """Return a recipe that continues from a folder with peft's configuration, changed."""
     LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
@@ -378,10 +323,8 @@ def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"alora_invocation_tokens": [1, 2]},
-        {"use_qalora": True}, {"eva_config": {"rho": 2.0}}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"},
-        {"peft_type": "LOHA"}, {"a_key_of_a_later_peft": 1}, {"r": 0}, {"r": "8"}, {"r": None}, {"lora_alpha": "x"},
-        {"target_modules": 5}, {"target_modules": None}, {"modules_to_save": "lm_head"}, {"use_dora": 1},
+        {"init_lora_weights": "pissa"}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"}, {"peft_type": "LOHA"},
+        {"a_key_of_a_later_peft": 1}, {"r": 0}, {"r": "8"}, {"target_modules": None}, {"modules_to_save": "lm_head"},
         {"target_modules": ["${name}"]}, {"modules_to_save": ["${oc.env:HOME}"]}, {"target_parameters": [5]},
     ],
 )  # fmt: skip

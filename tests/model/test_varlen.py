@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import build, curve
 from simulated import config_of, plan_of
-from support import TESTS, on_ranks, python, python_path, write_recipe
-from test_attention import Made, differentiated, inputs
+from support import on_ranks, write_recipe
+from test_attention import SIZES, differentiated, errors, in_checkpoint, inputs
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -61,12 +60,6 @@ def each_alone(rows: list[list[int]], window: int | None, scale: float = 0.3) ->
         return together.unflatten(1, (len(rows), -1))[0]
 
     return function
-
-
-def errors(found: Made, exact: Made) -> list[float]:
-    """Return the norms of the differences relative to what is exact, where that is not zero."""
-    differences = ((a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True) if b.norm() > 1e-9)
-    return [float(difference) for difference in differences]
 
 
 def compared(
@@ -135,19 +128,6 @@ def test_torch_finds_the_kernels_for_the_cpu_well_made() -> None:
     assert found == dict.fromkeys(tests, "SUCCESS")
 
 
-def test_older_torch_gets_keys_and_values_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    *qkv, grad = inputs(64, 4, 2, 16, torch.float32)
-    expected = differentiated(in_varlen([[60, 4], [64]], None), qkv, grad)
-    heads = []
-    original = varlen.varlen_attn
-    monkeypatch.setattr(varlen, "TAKES_GROUPS", False)
-    monkeypatch.setattr(
-        varlen, "varlen_attn", lambda q, k, *a, **o: heads.append(k.shape[1]) or original(q, k, *a, **o)
-    )
-    assert max(errors(differentiated(in_varlen([[60, 4], [64]], None), qkv, grad), expected)) < 1e-6
-    assert heads == [4]
-
-
 REFUSED = {
     "does not pass|do not get": {"documents": None},
     "builds a mask": {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
@@ -173,10 +153,6 @@ def test_what_the_kernel_does_not_compute_is_refused(reason: str) -> None:
 
 # --- in a model -----------------------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None,
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -254,20 +230,6 @@ def test_a_model_computes_what_it_does_with_a_mask(kind: str, dtype: torch.dtype
     assert difference < (2e-5 if dtype == torch.float32 else 4e-2)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_document_has_the_logits_it_has_alone(kind: str, no_masks: None) -> None:
-    model, passed = model_of(kind, varlen.NAME), called(PACKED)
-    logits = model(**passed, use_cache=False).logits
-    for row, lengths in enumerate(PACKED):
-        for start, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
-            bounds, longest = document_bounds([[length]])
-            alone = model(
-                input_ids=passed["input_ids"][row : row + 1, start : start + length], use_cache=False,
-                documents=bounds, longest_document=longest,
-            ).logits[0]  # fmt: skip
-            torch.testing.assert_close(logits[row, start : start + length], alone, rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call of the kernel in forward."""
@@ -289,10 +251,6 @@ def test_recomputing_layers_changes_no_gradient(kind: str, forwards: list[int]) 
     found = trained(model, **called(PACKED))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert len(forwards) == 3 + 3 + (3 if kind == "full" else 0)  # kept, attention is not computed again
-
-
-def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -491,61 +449,6 @@ def test_arithmetic_is_counted_for_the_pairs_that_are_seen() -> None:
     assert backward(*args) == 5 * 2 * 4 * 16 * pairs
     windowed = sum(min(position + 1, 10) for position in range(128)) * 2
     assert forward(*meta, bounds, bounds, 128, 128, False, None, [9, 0]) == 2 * 2 * 4 * 16 * windowed
-
-
-def test_backward_needs_a_gradient_in_float32_and_one_for_every_head() -> None:
-    """For a row of 4,096 tokens of an 8B model: 67 MB in float32, and keys and values for 32 heads instead of 8."""
-    q, k, v = (torch.empty(4096, heads, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8, 8))
-    bounds = torch.empty(2, device="meta", dtype=torch.int32)
-    needed = varlen.WORKSPACE[VARLEN_BACKWARD](q, q, k, v, q, None, bounds, bounds, 4096, 4096, True, None)
-    assert needed == (4096 + 128) * 32 * 4 * (128 + 1) + 2 * 4096 * 32 * 128 * 2
-
-
-TRACED = """
-import collections, json, sys
-from pathlib import Path
-from simulated import config_of
-from test_varlen import gpu_plan
-from transformers import masking_utils
-from fsdptrain.plan.plan import varied
-from fsdptrain.forecast import memory
-from fsdptrain.forecast.trace import Kernel, Synchronize
-from fsdptrain.model.attention import choose_attention
-from fsdptrain.forecast.device import PRETEND
-from fsdptrain.forecast.simulation import simulate
-
-_, folder, recomputation = sys.argv
-plan = gpu_plan(
-    Path(folder), fsdp__activation_checkpointing=recomputation, data__seq_len=512, train__global_batch_size=16
-)
-found = {}
-for way, chosen in (("mask", plan), ("varlen", choose_attention(plan, config_of(plan))[0])):
-    trace = simulate(chosen, config_of(plan), pretend=True)
-    kernels = collections.Counter(e.name for e in trace.events if isinstance(e, Kernel))
-    found[way] = {
-        "kernels": {name: count for name, count in kernels.items() if "attention" in name or "varlen" in name},
-        "masks": kernels["cumsum"],  # transformers looks for documents with it, before it makes a mask of them
-        "waits": sum(isinstance(e, Synchronize) for e in trace.events),
-        "bytes": memory.peak(trace, PRETEND).allocated,
-    }
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize("recomputation", ["selective", pytest.param("none", marks=pytest.mark.soak)])
-def test_a_simulated_step_has_no_mask(recomputation: str, tmp_path: Path) -> None:
-    """A separate process, because a pretended accelerator cannot be removed."""
-    done = python("-c", TRACED, tmp_path, recomputation, PYTHONPATH=python_path(TESTS, Path(__file__).parent))
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    print(found)
-    masked, apart = found["mask"], found["varlen"]
-    micro_batches = 2
-    calls = dict.fromkeys(("_varlen_attn", "_varlen_attn_backward"), 4 * micro_batches)
-    assert apart["kernels"] == calls  # kept, attention is not computed again
-    assert masked["masks"] > apart["masks"] == 0
-    assert apart["bytes"] < masked["bytes"]
-    assert apart["waits"] <= masked["waits"]
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
