@@ -27,7 +27,6 @@ from fsdptrain.forecast.trace import HOST, Kernel
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN
-from fsdptrain.report.run_banner import heading
 from fsdptrain.train.setup import check_cards
 
 KINDS = ("rowwise", "tensorwise")
