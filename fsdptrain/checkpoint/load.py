@@ -98,7 +98,9 @@ class CheckpointReader:
             for name, shape in self.shapes.items() if files is None else ():
                 spans = sorted(self.spans(name))
                 _reject_gaps(folder, name, shape, [first for first, _ in spans], [sum(span) for span in spans])
-                self._reject_several_dtypes(name)
+                dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
+                if len(dtypes) > 1:
+                    raise CheckpointError(f"{folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
             self._stack = stack.pop_all()
 
     def __enter__(self) -> CheckpointReader:
@@ -113,11 +115,8 @@ class CheckpointReader:
         if not isinstance(places, dict) or places.keys() != set(opened.keys()):
             raise ValueError("its `places` do not match its tensors")
         for name, place in places.items():
-            if (
-                not isinstance(place, list)
-                or not place
-                or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place)
-            ):
+            is_list = isinstance(place, list) and place
+            if not is_list or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place):
                 raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
             (first, *shape), rows = place, opened.get_slice(name)
             if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
@@ -127,11 +126,6 @@ class CheckpointReader:
                     f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
                 )
             self._pieces.setdefault(name, []).append((first, rows))
-
-    def _reject_several_dtypes(self, name: str) -> None:
-        dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
-        if len(dtypes) > 1:
-            raise CheckpointError(f"{self.folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
 
     def spans(self, name: str) -> list[tuple[int, int]]:
         """Return the first row and the number of rows of each piece of a tensor in the open files."""

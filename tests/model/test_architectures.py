@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from support import TINY, on_ranks, write_pairs, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.checkpoint.comparison import Sample, differences
-from fsdptrain.checkpoint.export_check import logits_of, open_export, open_model
+from fsdptrain.checkpoint.export_check import Sample, differences, logits_of, open_export, open_model
 from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
