@@ -29,20 +29,19 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.model.assets import special_token_conflicts
-from fsdptrain.model.freeze import freeze, layers_in_nf4
-from fsdptrain.model.nf4 import round_trip
-from fsdptrain.model.peft import (
+from fsdptrain.model.adapters import (
     adapted_layers,
     adapted_weight,
-    base_name,
-    is_adapter,
+    freeze,
+    layers_in_nf4,
     merged_weight,
     save_config,
     saved_names,
 )
+from fsdptrain.model.config import special_token_conflicts
+from fsdptrain.model.nf4 import round_trip
 from fsdptrain.model.skeleton import skeleton_in_dtype
-from fsdptrain.model.units import decoder_layers, saved_state, trained_state
+from fsdptrain.model.units import base_name, decoder_layers, is_adapter, saved_state, trained_state
 from fsdptrain.model.weights import Header, carried_tensors, read_groups
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress

@@ -121,7 +121,7 @@ FOREIGN_NAMES = {
         "static_graph"
     ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
-    "fsdp.ignore: the parameters that every rank keeps whole, by name or pattern; only frozen ones": (
+    "not supported: frozen parameters are sharded too; fsdp.strategy: NO_SHARD keeps all of them whole": (
         "ignored_modules ignored_states"
     ),
     # optim, schedule, train

@@ -206,7 +206,7 @@ class OptimizerKind(StrEnum):
         "muon",
         OptimizerTraits(
             "fsdptrain.train.sharded_optimizers.ShardedMuon",
-            ADAM_SETTINGS | {"momentum": 0.95, "nesterov": True},
+            ADAM_SETTINGS | {"momentum": 0.95},
             _momentum_of_matrices,
             needs_ranks=True,
             splits=is_orthogonalised,
@@ -226,7 +226,7 @@ class OptimizerKind(StrEnum):
         "sgd",
         OptimizerTraits(
             "torch.optim.SGD",
-            {"momentum": 0.9, "nesterov": False},
+            {"momentum": 0.9},
             _momentum,
             {"fused": True},
             found_inf=True,

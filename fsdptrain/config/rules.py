@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
-from fsdptrain.config.mixture import KEYS, mixture_problems, sources_of
+from fsdptrain.config.keys import KEYS, value_at, value_text
+from fsdptrain.config.mixture import KEYS as SOURCE_KEYS
+from fsdptrain.config.mixture import mixture_problems, sources_of
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
-from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
 from fsdptrain.config.schema import MAX_NODES, Data, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.values import item_messages, value_text
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
@@ -96,8 +96,6 @@ MOST_PROFILED = 50  # steps, of which the traces are in host memory until they a
 
 def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
     """Return the problem with `log.profile`, which is set, in a run of so many steps; None: their number is unknown."""
-    if not matches_form(recipe.log.profile, {"steps": list[int]}):
-        return None  # another check refuses it
     steps, example = recipe.log.profile["steps"], "give the first and the last, such as [10, 12]"
     if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         return Problem(f"steps: {value_text(steps)} is not a range of steps, which count from 1: {example}", PROFILE)
@@ -110,24 +108,24 @@ def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
 
 def sections_read(path: str) -> set[str]:
     """Return the sections that decide whether a key of the recipe is valid: its own, and those of what it needs."""
-    sections = {each.partition(".")[0] for each in (path, *needs_of(path))}
-    return {*sections, *SECTIONS_READ.get(path, ())}
+    needs = KEYS[path].needs if path in KEYS else ()
+    return {*(each.partition(".")[0] for each in (path, *needs)), *SECTIONS_READ.get(path, ())}
 
 
 def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
     """Yield a problem for each `written` key that has no effect without another key, or with its value."""
-    for path, spec in all_fields():
+    for path, key in KEYS.items():
         own = value_at(recipe, path)
-        if path not in written or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
+        if path not in written or own is None or own is False or own in ("", [], key.limits.get("unset")):
             continue  # a number 0 is a value
-        for other, values in needs_of(path).items():
+        for other, values in key.needs.items():
             value = value_at(recipe, other)
             if values and value not in values:
                 shown = value if isinstance(value, str) else value_text(value)
                 message = f"has no effect with {other}: {shown}, only with {' or '.join(values)}"
             elif not values and not value:
-                choices = f": {' or '.join(choices_of(other))}" if choices_of(other) else ""
-                message = f"has no effect without {other}: set {other}{choices}"
+                choices = " or ".join(KEYS[other].choices)
+                message = f"has no effect without {other}: set {other}" + (f": {choices}" if choices else "")
             else:
                 continue
             yield Problem(message, path)
@@ -137,8 +135,6 @@ def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
 def _context_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems with ranks that share a row."""
     size, seq_len, kernel = recipe.parallel.context, recipe.data.seq_len, recipe.model.attn_implementation
-    if recipe.parallel.context_over_nodes and size == 1:
-        yield Problem("has no effect without parallel.context: set parallel.context", "parallel.context_over_nodes")
     if size > 1 and kernel not in ("auto", "sdpa"):
         yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
     if size > 1 and seq_len % size:
@@ -148,8 +144,6 @@ def _context_problems(recipe: Recipe) -> Iterator[Problem]:
 def _launch_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems with `launch`."""
     launch = recipe.launch
-    if not any(matches_form(launch.nnodes, form) for form in forms_of("launch.nnodes")):
-        return  # another check refuses it
     least, most = node_range(launch.nnodes)
     if most > MAX_NODES:
         yield Problem(f"{most} is too large: must be at most {MAX_NODES}", "launch.nnodes")
@@ -294,13 +288,11 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
 
     A key of `data` is refused if no source can use it, a key of a source if that one cannot.
     """
-    if any(item_messages("data.sources", recipe.data.sources)):
-        return  # another check refuses it
     yield from mixture_problems(recipe.data)
     everywhere: list[Problem] | None = None
     for source, item in zip(sources_of(recipe.data), recipe.data.sources, strict=True):
         alone = dataclasses.replace(recipe, data=source.data)
-        own = {f"data.{key}" for key in item if key in KEYS}
+        own = {f"data.{key}" for key in item if key in SOURCE_KEYS}
         found = [*_unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
         for problem in found:
             if problem.field in own:
@@ -339,17 +331,15 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _held_out_problems(data: Data, named: str) -> Iterator[Problem]:
     """Yield the problem with `source` of `data.eval`, which is set, unless it is one of several sources."""
-    names = [] if any(item_messages("data.sources", data.sources)) else [each.name for each in sources_of(data)]
+    names = [each.name for each in sources_of(data)]
     if not data.sources:
         yield Problem("source has no effect without data.sources: remove it", "data.eval")
-    elif names and named not in names:
+    elif named not in names:
         yield Problem(f"source: {value_text(named)} is not one of the sources {', '.join(names)}", "data.eval")
 
 
 def _best_of_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problem with `eval.best_of`, which is set, unless it is one of several sources with held-out rows."""
-    if any(item_messages("data.sources", recipe.data.sources)):
-        return  # another check refuses it
     names = [source.name for source in sources_of(recipe.data)] if "fraction" in recipe.data.eval else []
     if len(names) < 2:
         yield Problem("has no effect: the held-out rows are of one source (data.eval): remove it", "eval.best_of")
@@ -366,10 +356,10 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"
         )
-    beta2, most = max(recipe.optim.betas[1:], default=0.0), kind.traits.largest_beta2
-    if beta2 > most:
+    betas, most = recipe.optim.betas, kind.traits.largest_beta2
+    if betas[1] > most:
         yield Problem(
-            f"{beta2} is above {most}: the second moment of {kind} would be rounded back to its value instead of "
+            f"{betas[1]} is above {most}: the second moment of {kind} would be rounded back to its value instead of "
             f"decaying; set at most {most}, or use optim.name: {DEFAULT_OPTIMIZER}",
             "optim.betas",
         )
@@ -429,21 +419,11 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
             "stays on its device anyway; use reduce",
             "fsdp.accumulation",
         )
-    if recipe.fsdp.ignore and recipe.adapter.kind is None and not recipe.model.trainable:
-        yield Problem(
-            "keeps frozen parameters whole, and none is frozen: set adapter.kind or model.trainable, or use "
-            "fsdp.strategy: NO_SHARD, which keeps all of them whole",
-            "fsdp.ignore",
-        )
-    if recipe.fsdp.ignore and recipe.fsdp.cpu_offload:
-        yield Problem("is not possible with fsdp.cpu_offload, which keeps parameters in host memory", "fsdp.ignore")
 
 
 def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between the keys of `fsdp.activation_checkpointing`, and with the attention kernel."""
     path, kernel = "fsdp.activation_checkpointing", recipe.model.attn_implementation
-    if not any(matches_form(recipe.fsdp.activation_checkpointing, form) for form in forms_of(path)):
-        return  # another check refuses it
     how = recipe.fsdp.recomputation
     for name in ("offload", "keep_attention"):
         if getattr(how, name) and how.kind == "none":

@@ -19,12 +19,12 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
     values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
 
-    The limits are `at_least`, `above`, `at_most`, `forms`, `values`, `items` and `any_text`. `forms` lists what a key
-    of several types accepts: a string or None is that value, a type is any value of it, a pattern is any string that
-    matches it, `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are
-    optional).
-    `values` is the same for the values of a mapping whose keys are free; `items` is the dataclass of the items of a
-    list. `any_text` allows strings that are empty, white space or control characters.
+    The limits are `at_least`, `above`, `at_most`, `pair_below` (of a list: two numbers in [0, N)), `forms`, `values`,
+    `items` and `any_text`. `forms` lists what a key of several types accepts: a string or None is that value, a type is
+    any value of it, a pattern is any string that matches it, `list[str]` is such a list, and a dict is a mapping with
+    exactly these keys (those that end in `"?"` are optional). `values` is the same for the values of a mapping whose
+    keys are free; `items` is the dataclass of the items of a list. `any_text` allows strings that are empty, white
+    space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -275,13 +275,6 @@ class Fsdp:
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.in_groups]},
         at_least=1,
     )
-    compare_copies_every: int | None = key(
-        None,
-        "HYBRID_*, NO_SHARD: steps between two comparisons of the copies of the model; null: only at the start and "
-        "before each checkpoint",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.replicates]},
-        at_least=1,
-    )
     wrap: Any = key(
         "auto",
         "what becomes a unit: auto (the model's decoder layers), a list of class names, or {min_params: N}",
@@ -293,13 +286,6 @@ class Fsdp:
         "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
         unset="NONE",
-    )
-    reshard_after_forward: int | None = key(
-        None,
-        "ranks in a group that keeps a unit's weights after forward, each a part, so that backward gathers from them "
-        "alone, such as those of a node; null: each keeps its shard",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
-        at_least=2,
     )
     forward_prefetch: int = key(
         0,
@@ -321,12 +307,6 @@ class Fsdp:
         "in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are joined",
         needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]},
         at_least=1,
-    )
-    ignore: list[str] = key(
-        [],
-        "frozen parameters that every rank keeps whole instead of gathering them, given as in model.trainable",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=[],
     )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
@@ -354,9 +334,6 @@ class Parallel:
         "and in attention a part of the heads",
         at_least=1,
     )
-    context_over_nodes: bool = key(
-        False, "let ranks of several nodes share a row, although links between nodes are slow"
-    )
 
 
 def _optimizers_with(setting: str) -> dict[str, Any]:
@@ -378,6 +355,7 @@ class Optim:
         "decay of the first and second moments; lion: weights of its momentum in the update and in itself, by default "
         "[0.9, 0.99]",
         needs=_optimizers_with("betas"),
+        pair_below=1,
     )
     eps: float = key(
         DEFAULT_OPTIMIZER.traits.settings["eps"],
@@ -391,11 +369,6 @@ class Optim:
         needs=_optimizers_with("momentum"),
         at_least=0,
         at_most=0.9999,
-    )
-    nesterov: bool = key(
-        False,
-        "sgd and muon: Nesterov's momentum; muon: by default true",
-        needs=_optimizers_with("nesterov") | {"optim.momentum": ()},
     )
     weight_decay: float = key(
         0.1,

@@ -29,8 +29,8 @@ from fsdptrain.data.cache import remove_folder
 from fsdptrain.data.corpus import Corpus, Mixture, Stream, epoch_order, prepare
 from fsdptrain.data.interleave import Interleave
 from fsdptrain.data.joined import Joined
-from fsdptrain.data.objects import DataObject
 from fsdptrain.data.parts import PartEncoder, parts_of
+from fsdptrain.data.readers import DataObject
 from fsdptrain.data.resume_pins import pinned_windows
 from fsdptrain.data.sources import data_objects, file_sizes, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support import ROOT
 
+from fsdptrain.config.keys import KEYS, flat
 from fsdptrain.config.names import REPLACEMENTS
 from fsdptrain.config.reader import load
-from fsdptrain.config.reflection import all_paths, flat
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan
 from fsdptrain.plan.topology import find_topology
@@ -87,7 +87,7 @@ LINES = [
 sections = ["model", "data", "fsdp", "fsdp.mixed_precision", "optim", "train", "launch", "model.config", "data.columns"]
 paths = st.sampled_from(
     [
-        *all_paths(),
+        *KEYS,
         *sections,
         *REPLACEMENTS,
         *(f"{section}.nope" for section in sections),
@@ -183,7 +183,7 @@ def recorded_effects() -> Iterator[list[str]]:
 def read_and_plan(path: Path, overrides: list[str]) -> None:
     """Do what a command does with a recipe before it starts anything, for this and for another machine."""
     written = load(path, overrides)
-    assert list(flat(written.recipe)) == all_paths()
+    assert [*flat(written.recipe)] == [*KEYS]
     draft, _ = draft_plan(written, find_topology(written.recipe, {}, elsewhere=True), elsewhere=True)
     assert Plan.from_json(draft.to_json()) == draft  # what the workers read
     make_plan(written, find_topology(written.recipe, {}))

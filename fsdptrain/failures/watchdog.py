@@ -25,11 +25,10 @@ from types import FrameType
 from typing import Any
 
 from fsdptrain.errors import WorkerLost, own_frame
-from fsdptrain.launch.explain import heartbeat_s
-from fsdptrain.parallel.patches import ISSUED, collective_of, named
+from fsdptrain.failures.explain import heartbeat_s
+from fsdptrain.parallel.patches import ISSUED, collective_of, named, recorded_collectives
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.files import open_to_append, write_atomically
-from fsdptrain.train.patches import recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline
 FIRST_STEP_FACTOR = 3  # times the timeout until the first step is done: compilers and allocators warm up

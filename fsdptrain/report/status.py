@@ -21,16 +21,16 @@ from rich.text import Text
 
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, StorageError, first_line
-from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
+from fsdptrain.failures.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.processes import STOP_SIGNAL, Interrupted
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.ownership import is_marked, read_export_record
 from fsdptrain.run_folder.records import Record, RunState, Tail, by_loss, waits_for_slow_ranks, without_better
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.liveline import LiveLine, Part
 from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
-from fsdptrain.trackers.follower import TrackerState
 
 REFRESH_S = 1.0
 LOCKS = Path("/proc/locks")  # every lock on this machine that this process may see

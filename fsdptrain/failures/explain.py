@@ -82,7 +82,7 @@ def heartbeat_s(world: int) -> float:
 def silent_ranks(rundir: RunDir, attempt: int, world: int) -> list[int]:
     """Return the ranks whose process has sent no heartbeat for some time, while others have.
 
-    A heartbeat is the modification time of the file for stack dumps (see `train.watchdog`). They are compared with
+    A heartbeat is the modification time of the file for stack dumps (see `failures.watchdog`). They are compared with
     each other, because the clock of this machine may differ.
     """
     stamps: dict[int, float] = {}

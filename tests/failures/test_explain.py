@@ -17,15 +17,14 @@ import pytest
 import torch.distributed as dist
 from support import TESTS
 
-from fsdptrain.launch.explain import explain_hang, waited_for
-from fsdptrain.parallel.patches import SIDE, Issued, named
+from fsdptrain.failures import watchdog
+from fsdptrain.failures.explain import explain_hang, waited_for
+from fsdptrain.parallel.patches import SIDE, Issued, named, recorded_collectives
 from fsdptrain.run_folder.files import write_atomically
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import ranks_text
-from fsdptrain.train import watchdog
-from fsdptrain.train.patches import recorded_collectives
 
-DUMP = json.loads((TESTS / "launch" / "nccl_flight_recorder.json").read_text())
+DUMP = json.loads((TESTS / "failures" / "nccl_flight_recorder.json").read_text())
 SAMPLE = DUMP["entries"]
 NOTES = [
     Issued("0", 730, "all-gather", "model.layers.6"),

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.errors import DataError, Stopped
-from fsdptrain.parallel import heartbeat
-from fsdptrain.parallel.heartbeat import Heartbeat
+from fsdptrain.failures import heartbeat
+from fsdptrain.failures.heartbeat import Heartbeat
 
 NODES, WORKERS = 3, 2
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fsdptrain.config.reader import load
-from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.trackers.follower import TrackerState
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import queue
-import shutil
 import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fsdptrain.config.reader import parse
 from fsdptrain.errors import NonFiniteError, RecipeError, Stopped
+from fsdptrain.report import trackers
+from fsdptrain.report.trackers import LIBRARIES, Trackers, TrackerState, tracked
 from fsdptrain.run_folder.events import Reporter, read_history
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.trackers import supervisor
-from fsdptrain.trackers.follower import Follower, TrackerState, without_secrets
-from fsdptrain.trackers.libraries import TensorBoard, TrackedRun
-from fsdptrain.trackers.supervisor import Trackers, tracked
 
 # The calls of a library that `libraries` makes. What they do is in FAKE_NAME: hang (in C, with the interpreter's lock),
 # raise, die or exit, at the import, at init, or at the first log; and `log` is in the file NAME.calls in FAKES.
@@ -48,8 +44,7 @@ def call(what, **fields):
         os.kill(os.getpid(), 9)
     elif fault == "exit":
         sys.exit("no way")
-    elif fault == "raise" or fault == "once" and not (Path(os.environ["FAKES"]) / "failed").exists():
-        (Path(os.environ["FAKES"]) / "failed").touch()
+    elif fault == "raise":
         raise ConnectionError("http://me:hunter22@host refused " + os.environ.get("WANDB_API_KEY", ""))
 call("import")
 TRACKIO_DIR = os.environ["FAKES"]
@@ -118,12 +113,12 @@ def attempt(rundir: RunDir, resumed: int, last: int, changed: dict[str, Any] | N
                 reporter.event(kind, **sample(kind, step=step, loss=float(10 * last + step)))
 
 
-def follow(rundir: RunDir, tracker: str, state: str = "finished") -> TrackerState:
+def follow(rundir: RunDir, library: str, state: str = "finished") -> TrackerState:
     """Hand over what a tracker has not got, in this process."""
-    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
-    inbox.put({"state": state, "message": ""})
-    Follower(str(rundir.root), tracker, "mine", None).follow(inbox)
-    return TrackerState.read(rundir, tracker)
+    tracker = LIBRARIES[library](rundir, library, "mine", None)
+    tracker.hand_over()
+    tracker.finish(state, "")
+    return TrackerState.read(rundir, library)
 
 
 def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:
@@ -167,7 +162,7 @@ def losses(fakes: Path, since: int = 0) -> list[tuple[int, float]]:
 def test_a_resume_continues_the_same_run_with_every_step_once(tmp_path: Path, fakes: Path) -> None:
     rundir = run_folder(tmp_path)
     attempt(rundir, 0, 3)
-    assert follow(rundir, "wandb", "stopped").state == "stopped"
+    follow(rundir, "wandb", "stopped")
     attempt(rundir, 2, 5)  # step 3 again: its numbers are those of before
     follow(rundir, "wandb")
     assert losses(fakes) == [(1, 31.0), (2, 32.0), (3, 33.0), (4, 54.0), (5, 55.0)]
@@ -210,14 +205,14 @@ def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, f
     assert (row["eval/losses/code"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
 
-NO_STATE = '{"id": "a", "shown_by": [], "offset": 5, "newest": {"step": "2"}, "state": ""}'
+NO_STATE = '{"id": "a", "shown_by": [], "offset": 5, "newest": {"step": "2"}}'
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"id": 1}', '{"id": "a", "offset": -1}', NO_STATE, None])
 def test_a_state_of_any_origin_is_read_or_left_out(text: str | None, tmp_path: Path) -> None:
     rundir = run_folder(tmp_path)
     rundir.trackers.mkdir()
-    state = TrackerState("a", ["\x1b[2J"], 5, {}, "finished")
+    state = TrackerState("a", ["\x1b[2J"], 5, {})
     (rundir.trackers / "wandb.json").write_text(json.dumps(vars(state)) if text is None else text)
     assert TrackerState.read(rundir, "wandb") == TrackerState()
     state.shown_by = ["wandb", "sync"]
@@ -225,38 +220,17 @@ def test_a_state_of_any_origin_is_read_or_left_out(text: str | None, tmp_path: P
     assert TrackerState.read(rundir, "wandb") == state
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_what_a_library_got_on_a_full_disk_is_handed_over_again(
-    name: str, tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rundir, of_disk = run_folder(tmp_path), shutil.disk_usage
-
-    def usage(folder: Path) -> Any:  # the library's disk gets full while it gets the events
-        is_full = folder == fakes and (fakes / f"{name}.calls").read_text().count("step/loss") > 1
-        return SimpleNamespace(total=10**12, free=0) if is_full else of_disk(folder)
-
-    attempt(rundir, 0, 2)
-    with monkeypatch.context() as full:
-        full.setattr(shutil, "disk_usage", usage)
-        with pytest.raises(OSError, match="almost full, and the library does not report"):
-            follow(rundir, name)
-    assert TrackerState.read(rundir, name).state == "" and TrackerState.read(rundir, name).offset == 0
-    follow(rundir, name)
-    assert [row["values"]["step/loss"] for row in calls(fakes, name, "log") if "step/loss" in row["values"]] == [
-        21.0, 22.0, 21.0, 22.0,
-    ]  # fmt: skip
-
-
 def test_tensorboard_reports_the_last_event_that_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = TensorBoard()
-    board.start(TrackedRun("id", True, "mine", None, tmp_path, {}))
+    rundir = run_folder(tmp_path)
+    board = LIBRARIES["tensorboard"](rundir, "tensorboard", "mine", None)
+    attempt(rundir, 0, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", Mock(side_effect=full))
     monkeypatch.setattr(threading, "excepthook", Mock())  # TensorBoard's thread raises it, too
     with pytest.raises(OSError, match="No space left"):
-        board.log(1, 0.0, {"step/loss": 1.0}, {})
+        board.hand_over()
 
 
 def plan_of(rundir: RunDir, *names: str) -> Any:
@@ -265,75 +239,53 @@ def plan_of(rundir: RunDir, *names: str) -> Any:
     return SimpleNamespace(rundir=rundir, recipe=SimpleNamespace(log=log, name="mine"))
 
 
-def wait_for(condition: Any, trackers: Trackers, limit_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], it: Trackers) -> None:
     """Poll trackers until a condition is true; no call may wait for a tracker."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         started = time.thread_time()
-        trackers.poll()
+        it.poll()
         assert time.thread_time() - started < 0.2
         time.sleep(0.02)
 
 
-def test_a_tracker_that_hangs_and_one_that_dies_delay_nothing_and_are_said_once(
-    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "FLUSH_S", 2.0)
-    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
-    monkeypatch.setenv("FAKE_wandb", "hang@log")
-    monkeypatch.setenv("FAKE_trackio", "die@log")
-    rundir, said = run_folder(tmp_path), list[str]()
-    attempt(rundir, 0, 2)
-    with pytest.raises(NonFiniteError), tracked(plan_of(rundir, "wandb", "trackio", "tensorboard"), said.append) as it:
-        tries = fakes / "trackio.calls"
-        wait_for(lambda: tries.exists() and len(calls(fakes, "trackio", "import")) > 1, it)
-        wait_for(lambda: TrackerState.read(rundir, "tensorboard").newest.get("eval") == 2, it)
-        wait_for(lambda: (fakes / "wandb.calls").exists() and calls(fakes, "wandb", "log"), it)
-        started = time.monotonic()
-        raise NonFiniteError("step 3")
-    assert time.monotonic() - started < 8
-    assert [line.partition(":")[0] for line in said[:1]] == ["trackio"] and "killed by SIGKILL" in said[0]
-    rest = {line.partition(" does not have all of the run")[0]: line for line in said[1:]}
-    assert rest.keys() == {"wandb", "trackio"} and "not ready within 2 s" in rest["wandb"]
-    assert TrackerState.read(rundir, "tensorboard").state == "failed"  # the others are marked
-    assert TrackerState.read(rundir, "wandb").state == ""
-
-
-@pytest.mark.parametrize("fault", ["once@init", "exit@import"])
-def test_what_failed_is_tried_again_and_gets_all(
+@pytest.mark.parametrize("fault", ["raise@init", "exit@import", "raise@log"])
+def test_a_tracker_that_fails_is_said_once_and_the_others_and_the_next_attempt_get_all(
     fault: str, tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
     monkeypatch.setenv("FAKE_wandb", fault)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     rundir, said = run_folder(tmp_path), list[str]()
     attempt(rundir, 0, 2)
-    with pytest.raises(Stopped), tracked(plan_of(rundir, "wandb"), said.append) as trackers:
-        wait_for(lambda: len(said) == 1, trackers)
-        if fault == "once@init":
-            wait_for(lambda: TrackerState.read(rundir, "wandb").newest.get("eval") == 2, trackers)
+    plan = plan_of(rundir, "wandb", "tensorboard")
+    with pytest.raises(Stopped), tracked(plan, said.append) as it:
+        wait_for(lambda: bool(said) and TrackerState.read(rundir, "tensorboard").newest.get("eval") == 2, it)
         raise Stopped("stopped by SIGTERM")
-    assert "hunter22" not in said[0] and "0123456789" not in said[0]
-    if fault == "once@init":
-        assert "ConnectionError" in said[0] and len(said) == 1
-        assert losses(fakes) == [(1, 21.0), (2, 22.0)]
-        assert TrackerState.read(rundir, "wandb").state == "stopped"
-    else:
-        assert "no way" in said[0] and "the same command sends the rest" in said[1]
-        monkeypatch.delenv("FAKE_wandb")
-        Trackers(plan_of(rundir, "wandb"), said.append).catch_up()
-        assert len(said) == 2 and losses(fakes) == [(1, 21.0), (2, 22.0)]
-        assert TrackerState.read(rundir, "wandb").state == "finished"
+    (line,) = said
+    assert line.startswith("wandb: ") and ("no way" if "exit" in fault else "ConnectionError") in line
+    assert "hunter22" not in line and "0123456789" not in line
+    monkeypatch.delenv("FAKE_wandb")
+    attempt(rundir, 2, 3)
+    with tracked(plan, said.append) as it:
+        it.poll()
+    assert len(said) == 1 and losses(fakes)[-3:] == [(1, 21.0), (2, 22.0), (3, 33.0)]
 
 
-def test_a_tracker_whose_process_cannot_be_started_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "TrackerProcess", Mock(side_effect=OSError(11, "no more processes")))
-    said = list[str]()
-    with tracked(plan_of(run_folder(tmp_path), "wandb", "mlflow"), said.append) as trackers:
-        for _ in range(3):
-            trackers.poll()
-    assert [line.partition(":")[0] for line in said] == ["wandb", "mlflow"]
+@pytest.mark.parametrize(("fault", "words"), [("hang@log", "not ready within 2 s"), ("die@log", "killed by SIGKILL")])
+def test_a_library_that_hangs_or_dies_does_not_delay_or_end_the_run(
+    fault: str, words: str, tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "FLUSH_S", 2.0)
+    monkeypatch.setenv("FAKE_wandb", fault)
+    rundir, said = run_folder(tmp_path), list[str]()
+    attempt(rundir, 0, 2)
+    with pytest.raises(NonFiniteError), tracked(plan_of(rundir, "wandb"), said.append) as it:
+        wait_for(lambda: (fakes / "wandb.calls").exists() and bool(calls(fakes, "wandb", "log")), it)
+        started = time.monotonic()
+        raise NonFiniteError("step 3")
+    assert time.monotonic() - started < 8
+    assert len(said) == 1 and words in said[0]
 
 
 @pytest.mark.soak
@@ -342,18 +294,18 @@ def test_the_libraries_themselves_get_all_where_they_are_installed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(name)
-    monkeypatch.setattr(supervisor, "FLUSH_S", 120.0)
-    monkeypatch.setattr(supervisor, "SAID_S", 120.0)
+    monkeypatch.setattr(trackers, "FLUSH_S", 120.0)
+    monkeypatch.setattr(trackers, "SAID_S", 120.0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     rundir, said = run_folder(tmp_path), list[str]()
     for resumed, last in ((0, 3), (2, 4)):
         attempt(rundir, resumed, last)
-        with tracked(plan_of(rundir, name), said.append) as trackers:
-            trackers.poll()
+        with tracked(plan_of(rundir, name), said.append) as it:
+            it.poll()
     state = TrackerState.read(rundir, name)
-    assert said == [] and state.state == "finished"
+    assert said == []
     if name == "mlflow":
         import mlflow
 
@@ -369,13 +321,6 @@ def test_the_libraries_themselves_get_all_where_they_are_installed(
         assert newest.read_bytes().count(b"step/loss") >= 4  # all steps again, without the one that was undone
         return
     assert found == [(1, 31.0), (2, 32.0), (3, 33.0), (4, 44.0)]
-
-
-def test_secrets_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "passw0rd")
-    shown = without_secrets("POST https://me:passw0rd@host/x: s3cret-key is not valid; passw0rd")
-    assert shown == "POST https://…@host/x: … is not valid; …"
 
 
 def problems(text: str, folder: Path, *overrides: str) -> str:

@@ -19,14 +19,14 @@ from support import fsdptrain, sample, write_recipe
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError, WorkerLost
-from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, status_lines
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.report.status import Observer, is_locked, list_runs, observe, show_runs, status_lines
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.events import progress_record, record_error, record_restart
 from fsdptrain.run_folder.ownership import write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
-from fsdptrain.trackers.follower import TrackerState
 
 HERE = socket.gethostname()
 STEP = {

@@ -53,7 +53,7 @@ def test_an_error_of_the_system_refuses_a_node_as_any_other(tmp_path: Path, monk
 
     seen = list[FsdptrainError]()
     monkeypatch.setattr("fsdptrain.launch.run_lock.claim_run_dir", claim)
-    monkeypatch.setattr("fsdptrain.launch.notify_nodes.tell_other_nodes", lambda error, recipe: seen.append(error))
+    monkeypatch.setattr("fsdptrain.failures.notify_nodes.tell_other_nodes", lambda error, recipe: seen.append(error))
     done = CliRunner().invoke(app, ["run", str(write_recipe(tmp_path))])
     assert done.exit_code == 6 and [str(error) for error in seen] == [
         f"{tmp_path}: Input/output error (errno 5, EIO): look for errors of the disk in the kernel's log (dmesg)"

@@ -11,10 +11,10 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import prompt_source
 from fsdptrain.launch.run_banner import short_path
 from fsdptrain.plan.plan import Plan
+from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.records import RunState, Tail
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted
-from fsdptrain.trackers.follower import TrackerState
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
