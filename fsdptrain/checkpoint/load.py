@@ -204,13 +204,8 @@ class RemoteTensors:
     def __exit__(self, *exception: object) -> None:
         self._opened.__exit__(*exception)
 
-    def metadata(self) -> dict[str, str] | None:
-        """Return the metadata in the header."""
-        return self._opened.metadata()
-
-    def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._opened.keys())
+    def __getattr__(self, name: str) -> Any:  # `metadata` and `keys` are of the header
+        return getattr(self._opened, name)
 
     def get_slice(self, name: str) -> RemoteRows:
         """Return a tensor of which rows can be read."""
@@ -223,13 +218,8 @@ class RemoteRows:
     def __init__(self, path: ObjectPath, holes: Any, start: int) -> None:
         self._path, self._holes, self._start = path, holes, start
 
-    def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
-        return list(self._holes.get_shape())
-
-    def get_dtype(self) -> str:
-        """Return the dtype as the file names it."""
-        return str(self._holes.get_dtype())
+    def __getattr__(self, name: str) -> Any:  # `get_shape` and `get_dtype` are of the header
+        return getattr(self._holes, name)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         empty = self._holes[:0]

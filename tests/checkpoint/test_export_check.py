@@ -97,14 +97,8 @@ def test_an_offset_of_all_logits_of_a_token_and_the_rounding_of_large_logits_are
     [
         ("0::/job", "job", *VERSION_2),
         ("0::/job/step", "job", *VERSION_2),
-        (
-            "7:cpuset,memory:/slurm",
-            "memory/slurm",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-        ("7:cpuset,memory:/slurm", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("7:cpuset,memory:/slurm", "memory/slurm", *VERSION_1),
+        ("7:cpuset,memory:/slurm", "memory", *VERSION_1),
     ],
 )
 def test_the_memory_limit_of_a_job_or_a_container_counts(
