@@ -354,8 +354,8 @@ def validate(
             )
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
+        from fsdptrain.validate.findings import show_outcome
         from fsdptrain.validate.request import make_request
-        from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -562,13 +562,13 @@ def submit(
     target = parse_hardware(hardware) if hardware is not None else None
     gpus = jobs.gpus_of_node(target, gpus_per_node)
     job = jobs.prepare_job(recipe, written, overrides or [], nodes, gpus)
-    text = jobs.slurm_script(job, sbatch or [], time_limit, partition, account)
-    for note in (job.range_note(), target.note if target else None):
-        if note:
-            print(note, file=sys.stderr)
+    own = {"--time": time_limit, "--partition": partition, "--account": account}
+    text = jobs.slurm_script(job, sbatch or [], own)
+    if target and target.note:
+        print(target.note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
-        _check_fit(find_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
+        _check_fit(find_recipe(recipe, [*(overrides or []), *job.size_keys()]), card)
     else:
         print(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
@@ -583,8 +583,8 @@ def submit(
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.findings import show_outcome
     from fsdptrain.validate.request import make_request
-    from fsdptrain.validate.summary import show_outcome
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
@@ -747,7 +747,7 @@ def _opened_model(
     model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
     """Yield the model of a run or a folder, opened in this process."""
-    from fsdptrain.config.dtypes import ComputeDtype
+    from fsdptrain.config.optimizers import ComputeDtype
 
     if dtype not in (None, *get_args(ComputeDtype)):
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
@@ -822,7 +822,8 @@ def list_recipes(
         raise RecipeError(f"unknown list {kind!r}: use `recipes list` for the recipes, or `recipes list {CLUSTERS}`")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
-            comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
+            lines = path.read_text(encoding="utf-8").splitlines()
+            comment = next(line for line in lines if not line.startswith("#!"))
             _print_listed(name, comment.strip("# :"))
     for path in () if kind else _shipped_recipes():
         first = next(

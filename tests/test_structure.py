@@ -28,8 +28,8 @@ LIGHT = (  # they import no torch
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",
-    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings", "validate.summary",
-    "validate.nodes", "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
+    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings",
+    "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
     "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",
     "forecast.measured", "forecast.render", "forecast.plot",
@@ -165,7 +165,7 @@ def test_the_document_shows_the_packages_as_they_are() -> None:
         ("docs/guarantees.md", r"^- \*\*Optimizers\*\*: (.*)$", list(OptimizerKind)),
         ("README.md", r"^  format: (.*)$", list(Format)),
         ("docs/memory.md", r"^\| `optim.name` \|[^\n]*\n[^\n]*\n((?:\|[^\n]*\n)*)", list(OptimizerKind)),
-        ("docs/validate.md", r"^\| `--hardware NAME` \|([^|]*?), in any", [*KNOWN, "cpu"]),
+        ("docs/validate.md", r"^\*\*Cards\.\*\* ([^.]*)\.", [*KNOWN, "cpu"]),
     ],
 )
 def test_a_document_lists_every_row_of_a_table(document: str, place: str, names: list[str]) -> None:

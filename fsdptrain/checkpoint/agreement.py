@@ -23,7 +23,6 @@ class Agreed(NamedTuple):
     way_out: str
 
 
-VERSIONS = Agreed("versions", RecipeError, "install the same version on all nodes")
 PLAN = Agreed(
     "plan", RecipeError,
     "start the same command with the same recipe and the same versions, in the same folder, on all nodes",

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.config import own_classes
 from fsdptrain.model.patches import import_quietly, use_torch_operators

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fsdptrain import __version__
-from fsdptrain.config.names import FOREIGN_VALUES, HINTS
+from fsdptrain.config.names import FOREIGN_VALUES
 from fsdptrain.config.schema import NODE_RANGE, DataSource, Recipe
 from fsdptrain.config.syntax import RecipeLoader, yaml_text
 from fsdptrain.errors import Problem
@@ -284,7 +284,7 @@ def _wrong_type_message(key: Key, value: Any) -> str:
     elif value is None and near == []:
         hint = "; use [] for none"
     elif near is not None:
-        hint = f"; did you mean {yaml_text(near)}{HINTS.get((key.path, str(_plain(value))), '')}?"
+        hint = f"; did you mean {yaml_text(near)}?"
     return f"{value_text(value)} is not {key.type_words}{hint}"
 
 

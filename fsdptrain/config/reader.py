@@ -32,7 +32,6 @@ from fsdptrain.config.keys import (
 )
 from fsdptrain.config.names import (
     REPLACEMENTS,
-    TRAINER_FSDP,
     leading_key,
     nearest_foreign_name,
     replacement_message,
@@ -168,18 +167,16 @@ def _sections(problem: Problem) -> Iterator[str | None]:
 
 def _readable(problems: list[Problem]) -> list[Problem]:
     """Return the first `MAX_PROBLEMS` problems in line order, long ones cut, and a count of the rest."""
-    cut = [dataclasses.replace(p, message=p.message[:500], field=p.field and p.field[:200]) for p in problems]
-    more = [Problem(f"and {len(cut) - MAX_PROBLEMS} more problems")] if len(cut) > MAX_PROBLEMS else []
-    return list(_without_repeated_key_lists(sorted(cut, key=_line)[:MAX_PROBLEMS])) + more
-
-
-def _without_repeated_key_lists(problems: list[Problem]) -> Iterator[Problem]:
-    """Yield the problems, each list of valid keys only once: another tool's file has dozens of unknown keys."""
-    seen = set()
-    for problem in problems:
-        repeated = problem.message in seen and problem.message.startswith(UNKNOWN)
-        yield dataclasses.replace(problem, message=UNKNOWN) if repeated else problem
-        seen.add(problem.message)
+    found: list[Problem] = []
+    for problem in sorted(problems, key=_line)[:MAX_PROBLEMS]:
+        message = problem.message[:500]
+        # Another tool's file has dozens of unknown keys: the valid ones are listed once.
+        if message.startswith(UNKNOWN) and any(message == each.message for each in found):
+            message = UNKNOWN
+        found.append(dataclasses.replace(problem, message=message, field=problem.field and problem.field[:200]))
+    if len(problems) > MAX_PROBLEMS:
+        found.append(Problem(f"and {len(problems) - MAX_PROBLEMS} more problems"))
+    return found
 
 
 def _line(problem: Problem) -> tuple[int, int]:
@@ -190,27 +187,20 @@ def _line(problem: Problem) -> tuple[int, int]:
 
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
     """Return every value of a YAML file, with its line."""
-    node = _root_node(text, name, problems)
-    if node is None:
-        return []
-    if not isinstance(node, yaml.MappingNode):
-        problems.append(Problem("a recipe must be a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
-        return []
-    return list(_walk(node, "", name, problems))
-
-
-def _root_node(text: str, name: str, problems: list[Problem]) -> yaml.Node | None:
-    """Return the root of a YAML file; None if it is empty or if problems were added."""
     try:
         problems += [Problem(message, where=f"{name}:{line}") for message, line in unsupported_yaml(text)]
-        return None if problems else yaml.compose(text, Loader=RecipeLoader)
+        node = None if problems else yaml.compose(text, Loader=RecipeLoader)
+        if isinstance(node, yaml.MappingNode):
+            return [*_walk(node, "", name, problems)]
+        if node is not None:  # an empty file is no problem by itself
+            problems.append(Problem("a recipe must be a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or first_line(error)
         hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
         problems.append(Problem(f"is not valid YAML: {reason}{hint}", where=f"{name}{line}"))
-        return None
+    return []
 
 
 def _walk(node: yaml.MappingNode, section: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
@@ -243,10 +233,6 @@ def _walk(node: yaml.MappingNode, section: str, name: str, problems: list[Proble
 def _section_message(section: str, value: Any) -> str:
     """Return the message for a section that is set to a value: its keys, and a hint if the first accepts the value."""
     message = f"is a section with the keys {', '.join(SECTIONS[section])}"
-    words = [str(word).lower() for word in (value if isinstance(value, list) else str(value).split())]
-    if section == "fsdp" and words and all(word in TRAINER_FSDP for word in words):
-        meant = {key: item for word in words for key, item in TRAINER_FSDP[word].items()}
-        return f"{message}; did you mean {yaml_text(meant)}?"
     first = SECTIONS[section][0]
     value = canonical_spelling(f"{section}.{first}", value)
     if value is not None and accepts(f"{section}.{first}", value):
@@ -300,8 +286,9 @@ def _not_a_key_message(path: str) -> str | None:
         return None
     if path in SECTIONS:
         return f"is a section: set one of its keys ({', '.join(SECTIONS[path])})"
-    if _key_above(path) in OPEN_MAPPINGS and len(words) <= MAX_DEPTH and all(re.fullmatch(r"\w+", w) for w in words):
-        return None
+    if _key_above(path) in OPEN_MAPPINGS:
+        plain = len(words) <= MAX_DEPTH and all(re.fullmatch(r"\w+", word) for word in words)
+        return None if plain else f"a key has letters, digits and _, and is at most {MAX_DEPTH} levels deep"
     if parent in KEYS:
         return f"`{parent}` has no keys below it: set {parent} to {KEYS[parent].type_words}"
     return _unknown_key_message(last, parent)

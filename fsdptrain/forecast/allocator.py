@@ -1,9 +1,9 @@
-"""A model of PyTorch's CUDA caching allocator: what it would reserve for a trace.
+"""A model of PyTorch's CUDA caching allocator with expandable segments: what it would reserve for a trace.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13), with the default
-settings; torch's names are given in brackets. What a training step does not use is left out: `record_stream`, CUDA
-graphs, private pools, and the settings that are off by default
-(`max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
+The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13), with
+`expandable_segments:True`, which workers set, and otherwise the default settings; torch's names are given in brackets.
+What a training step does not use is left out: `record_stream`, CUDA graphs, private pools, and the settings that are
+off by default (`max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
 MIB = 2**20
 GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)
 SMALL = MIB  # kSmallSize: blocks up to this size come from the small pool
-SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the segment that small blocks share
-LARGE_SEGMENT = 20 * MIB  # large_segment_size, kLargeBuffer: the segment for blocks below MIN_LARGE
-MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from this size on a block gets a segment of its own size …
-ROUND_LARGE = 2 * MIB  # kRoundLarge: … rounded up to a multiple of this
+SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB  # kSmallBuffer, kLargeBuffer: the pages that a pool grows by
 ADDRESS_SPACE = 2**62  # bytes; more than the memory of any device
 
 
@@ -27,44 +24,36 @@ ADDRESS_SPACE = 2**62  # bytes; more than the memory of any device
 class Reserved:
     """The result of a replay in bytes, with the names of `torch.cuda.memory_stats`.
 
-    `peak_reserved` is what the allocator took from the device. `peak_allocated` is what the blocks in use held,
-    including remainders that are too small to be split off. `retries` counts how often the device was full and cached
-    segments were released (`num_alloc_retries`). If that does not help, the replay stops: `fits` is false and
-    `largest_failed` is the size of the request that failed.
+    `peak_reserved` is what the allocator took from the device, `peak_allocated` what the blocks in use held. `retries`
+    counts how often the device was full and cached memory was released (`num_alloc_retries`). If that does not help,
+    the replay stops, and `fits` is false.
     """
 
     peak_reserved: int
     peak_allocated: int
     retries: int
     fits: bool
-    largest_failed: int | None
 
 
-def replay_allocations(trace: Trace, device: str, capacity: int | None = None, expandable: bool = False) -> Reserved:
-    """Replay the allocations and releases of a trace on a device of `capacity` bytes (None: unlimited).
-
-    A larger capacity can fail although a smaller one succeeds: the allocator releases cached segments only when the
-    device is full, and by then they may be split, so that a block in use keeps each of them from being released.
-    """
-    allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
+def replay_allocations(trace: Trace, device: str, capacity: int | None = None) -> Reserved:
+    """Replay the allocations and releases of a trace on a device of `capacity` bytes (None: unlimited)."""
+    allocator, fits = Allocator(capacity), True
     blocks: dict[Storage, Block] = {}
-    failed = None
     for event in trace.all():
-        if isinstance(event, Alloc):
-            if event.storage.device == device:
-                block = allocator.malloc(event.size, event.stream)
-                if block is None:
-                    failed = event.size
-                    break
-                blocks[event.storage] = block
+        if isinstance(event, Alloc) and event.storage.device == device:
+            block = allocator.malloc(event.size, event.stream)
+            if block is None:
+                fits = False
+                break
+            blocks[event.storage] = block
         elif isinstance(event, Free) and event.storage.device == device:
             allocator.free(blocks.pop(event.storage))
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.retries, failed is None, failed)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.retries, fits)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment: in use, free, or (only in expandable segments) addresses without memory."""
+    """A piece of a segment: in use, free, or addresses without memory."""
 
     pool: Pool
     address: int
@@ -94,17 +83,16 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The small or the large blocks of one stream. Every pool has its own addresses, because pools share no segment."""
+    """The small or the large blocks of one stream: one unlimited segment with addresses of its own."""
 
     small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block), sorted
     unmapped: list[Block] = field(default_factory=list)  # sorted by address
-    end: int = 0  # the first address that was never used
 
     @property
     def page(self) -> int:
-        """The size of the pages that an expandable segment grows by."""
-        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
+        """The size of the pages that it grows by."""
+        return SMALL_PAGE if self.small else LARGE_PAGE
 
     def put(self, block: Block) -> None:
         """Add a block that is no longer in use to the cached ones."""
@@ -117,8 +105,14 @@ class Pool:
         block.free = False
 
 
-class CachingAllocator:
-    """Segments from `cudaMalloc`, split into blocks; freed blocks are cached for their stream."""
+class Allocator:
+    """Pools of blocks, backed by pages of the device; freed blocks are cached for their stream.
+
+    New memory is mapped after a free block that is too small, so that no remainder is lost. A release unmaps every page
+    that is inside a free block. There are two simplifications. Addresses never run out; torch reserves 9/8 of the
+    device for a segment and then starts another one. If the device cannot back all of a request, nothing is mapped;
+    torch may map a part of it before it releases everything that is free.
+    """
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -130,7 +124,7 @@ class CachingAllocator:
     def malloc(self, size: int, stream: int) -> Block | None:
         """Return a block of at least `size` bytes (the best fit among the free ones, or new memory), or None.
 
-        If the device is full, all cached segments are released and the allocator tries once more (`malloc`).
+        If the device is full, all cached memory is released and the allocator tries once more (`malloc`).
         """
         size = round_up(size, GRANULARITY)
         pool = self.pool(stream, size <= SMALL)
@@ -141,14 +135,15 @@ class CachingAllocator:
             block = self.grow(pool, size)
             if block is None:
                 return None
-        if self.should_split(pool, block.size - size):
+        if block.size - size >= GRANULARITY:  # the remainder becomes a block of its own (`should_split`)
             pool.put(block.split(size))
-        self.count(block.size)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
         """Merge a block with its free neighbours and cache it (`free_block`, `try_merge_blocks`)."""
-        self.count(-block.size)
+        self.allocated -= block.size
         pool = block.pool
         if block.next is not None and block.next.free:
             pool.take(block.next)
@@ -159,86 +154,19 @@ class CachingAllocator:
             block.absorb_next()
         pool.put(block)
 
-    def count(self, size: int) -> None:
-        """Count bytes as in use; below 0: as free."""
-        self.allocated += size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-
     def pool(self, stream: int, small: bool) -> Pool:
-        """Return the pool of a stream; create it at the first call."""
+        """Return the pool of a stream; create it at the first call, with addresses but no memory."""
         pool = self.pools.get((stream, small))
         if pool is None:
-            pool = self.pools[stream, small] = self.new_pool(small)
+            pool = self.pools[stream, small] = Pool(small)
+            pool.unmapped.append(Block(pool, 0, ADDRESS_SPACE, mapped=False))
         return pool
 
-    def new_pool(self, small: bool) -> Pool:
-        """Return an empty pool."""
-        return Pool(small)
-
     def best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Return the smallest sufficient free block, the one at the lowest address among equals (`get_free_block`)."""
-        place = bisect.bisect_left(pool.free, (size,))
-        if place == len(pool.free):
-            return None
-        block = pool.free.pop(place)[2]
-        block.free = False
-        return block
+        """Return the smallest sufficient free block, the one at the lowest address among equals (`get_free_block`).
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment (`alloc_block`), or None if the device is full."""
-        segment = segment_size(size)
-        if not self.reserve(segment):
-            return None
-        block = Block(pool, pool.end, segment)
-        pool.end += segment
-        return block
-
-    def reserve(self, size: int) -> bool:
-        """Take `size` bytes from the device; return False if it has fewer left."""
-        if self.capacity is not None and self.reserved + size > self.capacity:
-            return False
-        self.reserved += size
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return True
-
-    def should_split(self, pool: Pool, rest: int) -> bool:
-        """Return whether a remainder becomes a block of its own (`should_split`): in a large pool only above 1 MiB."""
-        return rest >= GRANULARITY if pool.small else rest > SMALL
-
-    def release_cached(self) -> None:
-        """Give every segment of which no part is in use back to the device (`release_cached_blocks`)."""
-        for pool in self.pools.values():
-            kept = []
-            for entry in pool.free:
-                block = entry[2]
-                if block.previous is None and block.next is None:
-                    self.reserved -= block.size
-                else:
-                    kept.append(entry)
-            pool.free = kept
-
-
-class ExpandableAllocator(CachingAllocator):
-    """`expandable_segments:True`: a pool is one unlimited segment, backed by pages of 2 MiB (small) or 20 MiB (large).
-
-    New memory is mapped after a free block that is too small, so that no remainder is lost. A release unmaps every page
-    that is inside a free block. There are two simplifications. Addresses never run out; torch reserves 9/8 of the
-    device for a segment and then starts another one. If the device cannot back all of a request, nothing is mapped;
-    torch may map a part of it before it releases everything that is free.
-    """
-
-    def new_pool(self, small: bool) -> Pool:
-        """Return a pool that has addresses, but no memory."""
-        pool = Pool(small)
-        pool.unmapped.append(Block(pool, 0, ADDRESS_SPACE, mapped=False))
-        return pool
-
-    def should_split(self, pool: Pool, rest: int) -> bool:
-        """Return true for every remainder that can be a block."""
-        return rest >= GRANULARITY
-
-    def best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Return the best fit; memory that can be mapped after a block counts as part of it (`get_free_block`)."""
+        Memory that can be mapped after a block counts as part of it.
+        """
         place = bisect.bisect_left(pool.free, (size,))
         if place == len(pool.free):
             return None
@@ -253,8 +181,10 @@ class ExpandableAllocator(CachingAllocator):
     def grow(self, pool: Pool, size: int) -> Block | None:
         """Map pages at the lowest possible addresses (`try_allocate_expandable_block`); None if the device is full."""
         start, missing = self.find_range(pool, size)
-        if not self.reserve(missing):
+        if self.capacity is not None and self.reserved + missing > self.capacity:
             return None
+        self.reserved += missing
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         # The range begins with a free block or with unmapped addresses …
         if start.free:
             pool.take(start)
@@ -290,7 +220,10 @@ class ExpandableAllocator(CachingAllocator):
         pool = block.pool
         place = pool.unmapped.index(block)
         pages = round_up(size, pool.page)
-        pool.unmapped[place : place + 1] = [block.split(pages)] if pages < block.size else []
+        if pages < block.size:
+            pool.unmapped[place] = block.split(pages)
+        else:
+            del pool.unmapped[place]
         block.mapped = True
 
     def release_cached(self) -> None:
@@ -320,13 +253,6 @@ class ExpandableAllocator(CachingAllocator):
             block.previous.absorb_next()
         else:
             bisect.insort(pool.unmapped, block, key=lambda b: b.address)
-
-
-def segment_size(size: int) -> int:
-    """Return the size of the segment that is allocated for a block (`get_allocation_size`)."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < MIN_LARGE else round_up(size, ROUND_LARGE)
 
 
 def round_up(size: int, multiple: int) -> int:

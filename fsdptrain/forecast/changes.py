@@ -1,12 +1,12 @@
 """What can be changed in a plan for the same job, as overrides of its recipe, and what helps where memory ran out.
 
 Strategy, micro-batch, recomputation and offload change only memory and time. Other kinds of training change the
-numerics, or what is trained: only the user can decide on them. So they are offered apart, and only where nothing fits
-without offload.
+numerics, or what is trained: only the user can decide on them. So they are named apart, and not forecast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -19,10 +19,10 @@ from fsdptrain.config.keys import unused_with, value_at
 from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import FsdptrainError
+from fsdptrain.errors import FsdptrainError, listed
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.plan.plan import Plan, elastic_problems, varied
 from fsdptrain.run_folder.records import Record
 from fsdptrain.text import seconds, size
 
@@ -30,12 +30,11 @@ RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaste
 SHOWN = 3  # overrides
 LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
 NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
-NOTHING: dict[str, Any] = {}  # is overridden
 LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
 
 
 @dataclass(frozen=True)
-class Ladder:
+class StrategyCandidates:
     """A strategy, and the numbers of ranks per copy in the order in which they are tried."""
 
     strategy: Strategy
@@ -43,17 +42,20 @@ class Ladder:
     offload: bool
 
 
-def ladders_of(plan: Plan, offload: bool) -> list[Ladder]:
-    """Return the strategies worth trying. With offload, only those that shard one copy over all ranks."""
+def strategies_to_try(plan: Plan, offload: bool) -> list[StrategyCandidates]:
+    """Return the strategies worth trying, first those that need the least memory.
+
+    With offload, only those that shard one copy over all ranks.
+    """
     nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
-    wanted = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
-    wanted.sort(key=lambda strategy: not strategy.reshards)  # those that need less memory first
-    ladders = []
-    for strategy in wanted:
-        ladder = Ladder(strategy, strategy.sizes_to_try(nodes, node), offload)
-        sizes = [ranks for ranks in ladder.sizes if _fits_range(plan, overrides_of(plan, ladder, ranks, "full", 1))]
-        ladders.append(dataclasses.replace(ladder, sizes=sizes))
-    return [ladder for ladder in ladders if ladder.sizes]
+    strategies = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
+    found = []
+    for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
+        tried = StrategyCandidates(strategy, strategy.sizes_to_try(nodes, node), offload)
+        sizes = [ranks for ranks in tried.sizes if _fits_range(plan, overrides_of(plan, tried, ranks, "full", 1))]
+        if sizes:
+            found.append(dataclasses.replace(tried, sizes=sizes))
+    return found
 
 
 def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
@@ -97,7 +99,7 @@ def more_context(plan: Plan) -> list[dict[str, Any]]:
 
 
 def layers_offloaded(plan: Plan) -> list[dict[str, Any]]:
-    """Return the override that lets what layers keep wait in host memory, for long rows on GPUs; else nothing."""
+    """Return the override that keeps what layers save in host memory, for long rows on GPUs; else nothing."""
     if plan.topology.device != "cuda" or plan.tokens_of_row < LEAST_TOKENS:
         return []
     whole = {"kind": "full", "offload": True, "keep_attention": True}
@@ -105,7 +107,13 @@ def layers_offloaded(plan: Plan) -> list[dict[str, Any]]:
     return [change for change in overrides if not [*cross_field_problems(varied(plan, change).recipe, {})]][:1]
 
 
-def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
+def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return what saves memory beside full recomputation: more ranks in a row, layers that are offloaded, or both."""
+    rows = more_context(plan)
+    return [*rows, *(change | kept for kept in layers_offloaded(plan) for change in [{}, *rows])]
+
+
+def overrides_of(plan: Plan, tried: StrategyCandidates, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
     """Return what this choice changes in the recipe.
 
     Keys that lose their effect are unset: with their values the recipe would be refused. A recipe that recomputes all
@@ -115,17 +123,16 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
     if recomputation == "full" and (fsdp.recomputation.kind, fsdp.recomputation.every) == ("full", 1):
         recomputation = fsdp.activation_checkpointing
     wanted: dict[str, Any] = {
-        "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
-        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,
+        "fsdp.strategy": tried.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
+        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": tried.offload,
     }  # fmt: skip
-    if ladder.strategy.in_groups:
+    if tried.strategy.in_groups:
         same = fsdp.strategy.in_groups and plan.shard_size == ranks
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
-    if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
+    if fsdp.accumulation == "hold_shards" and not may_hold_shards(tried.strategy, tried.offload):
         wanted["fsdp.accumulation"] = "reduce"
-
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
-    unused = unused_with("fsdp.strategy", ladder.strategy)
+    unused = unused_with("fsdp.strategy", tried.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
@@ -139,8 +146,8 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     """
     recipe, world = plan.recipe, plan.topology.world_size
     fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
-    now = Ladder(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
-    most = ladders_of(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
+    now = StrategyCandidates(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
+    most = strategies_to_try(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
     offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
     smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
@@ -157,71 +164,42 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     if holds_more and plan.accumulation > 1:
         yield {"fsdp.accumulation": "reduce"}
     seen: list[dict[str, Any]] = [{}]
-    for ladder, ranks, recomputation, micro in choices:
-        overrides = overrides_of(plan, ladder, ranks, recomputation, micro)
-        if ladder is offloaded:
-            for kept in [NOTHING, *layers_offloaded(plan)]:
-                yield from (seen[-1] | rows | kept for rows in [*[NOTHING] * bool(kept), *more_context(plan)])
+    for tried, ranks, recomputation, micro in choices:
+        overrides = overrides_of(plan, tried, ranks, recomputation, micro)
+        if tried is offloaded:
+            yield from (seen[-1] | change for change in changes_for_long_rows(plan))
         if overrides not in seen:
             seen.append(overrides)
             yield overrides
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of training, by the overrides that turn a recipe into it; `effect` says what they change."""
-
-    name: str
-    effect: str
-    overrides: dict[str, Any]
-
-
-def leaner_kinds(plan: Plan) -> list[Kind]:
-    """Return the kinds that need less memory than the plan's, and are possible for it: the smallest change first."""
-    recipe, found = plan.recipe, []
+def other_kinds(plan: Plan) -> list[dict[str, Any]]:
+    """Return overrides for other kinds of training that need less memory: the smallest change first."""
+    recipe, found = plan.recipe, list[dict[str, Any]]()
     smaller = recipe.optim.name.leaner
     if recipe.adapter.kind is None and smaller is not None:
-        found.append(Kind(smaller.value, "changes the numerics (moments in 8 bits)", {"optim.name": smaller}))
+        found.append({"optim.name": smaller})
     if recipe.adapter.kind is None and recipe.model.dtype != "bfloat16":
-        effect = "changes the numerics (8 significant bits)"
-        found.append(Kind("bfloat16 master weights", effect, {"model.dtype": "bfloat16"}))
+        found.append({"model.dtype": "bfloat16"})
     if not plan.freezes and plan.pretrained:
         # A recipe that sets the dtype of its export exports a whole model.
-        beside: dict[str, Any] = {"export.adapter": "merged"} if recipe.export.dtype != Recipe().export.dtype else {}
-        beside |= {"train.float8": None} if recipe.train.float8 else {}
-        rank = f"adapters of rank {recipe.adapter.r}, usually at a higher optim.lr"
-        effect = f"changes what is trained ({rank}; the model is frozen)"
-        found.append(Kind("LoRA", effect, {"adapter.kind": "lora"} | beside))
-        effect = f"changes what is trained and the numerics ({rank}; the model is frozen, in 4 bits)"
-        found.append(Kind("QLoRA", effect, {"adapter.kind": "qlora"} | beside))
+        beside: dict[str, Any] = {}
+        if recipe.export.dtype != Recipe().export.dtype:
+            beside["export.adapter"] = "merged"
+        if recipe.train.float8:
+            beside["train.float8"] = None
+        found += [{"adapter.kind": kind} | beside for kind in ("lora", "qlora")]
     elif recipe.adapter.kind == "lora" and not recipe.adapter.use_dora:
-        found.append(Kind("QLoRA", "changes the numerics (the frozen model is in 4 bits)", {"adapter.kind": "qlora"}))
+        found.append({"adapter.kind": "qlora"})
     return found
 
 
-def all_kinds(plan: Plan) -> list[tuple[Kind, Plan]]:
-    """Return training of the whole model and every leaner kind, each with the plan that trains so."""
-    whole = varied(plan, {"adapter.kind": None, "model.trainable": []})
-    kinds = [Kind("full", "trains the whole model", {}), *leaner_kinds(whole)]
-    return [(kind, varied(whole, kind.overrides)) for kind in kinds]
-
-
-def least_counts(plan: Plan, counts: Counts) -> Counts:
-    """Return the least numbers of parameters of a plan; `counts` are those of another kind of training of its model.
-
-    Adapters are not counted, and all frozen weights of QLoRA count as quantised.
-    """
-    model = counts.all - counts.adapters
-    if plan.recipe.adapter.kind is None:
-        return Counts(model, counts.trained if plan.freezes else model)
-    return Counts(model, 0, 0, model if plan.recipe.adapter.kind == "qlora" else 0)
-
-
-def changes_of_kind(plan: Plan, offload: bool) -> list[tuple[Kind, dict[str, Any]]]:
-    """Return the kinds of training that need less memory, each with the overrides that save the most with it."""
-    ladder = ladders_of(plan, offload)[0]  # the strategy that shards most
-    smallest = overrides_of(plan, ladder, ladder.sizes[0], "full", 1)
-    return [(kind, smallest | kind.overrides) for kind in leaner_kinds(plan)]
+def other_kinds_note(plan: Plan) -> str:
+    """Return a note that names these overrides; "" if there are none."""
+    commands = [command_text(overrides) for overrides in other_kinds(plan)]
+    if not commands:
+        return ""
+    return f"these also need less memory, but change which weights are trained, or the precision: {listed(commands)}"
 
 
 def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **job: Any) -> list[str]:
@@ -240,14 +218,28 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
         own = request(plan, hardware, **job)
     except FsdptrainError as error:
         return [f"no forecast: {error}", *_untried(changes)]
-    fitting = list(_fitting(plan, changes, hardware, request, deadline, job))
-    title = "these overrides need less:" if own.fits else "with these overrides it would fit:"
-    lines = [_own_line(own), *([title, *map(_line, fitting)] if fitting else [NOTHING_FITS])]
+    lines = [f"forecast: {size(own.needed_bytes)} of {size(own.memory_bytes)}, the peak in the {own.moment}"]
+    if own.fits and not own.tight:
+        lines[0] += "; that fits, so look for another process on this GPU (nvidia-smi)"
+    fitting: list[tuple[dict[str, Any], Forecast]] = []
+    for overrides in changes:
+        if len(fitting) == SHOWN or time.monotonic() > deadline:
+            break
+        with contextlib.suppress(FsdptrainError):  # a change that cannot be forecast is passed over
+            forecast = request(varied(plan, overrides), hardware, **job)
+            if forecast.fits:
+                fitting.append((overrides, forecast))
+    if fitting:
+        lines.append("these overrides need less:" if own.fits else "with these overrides it would fit:")
+        for overrides, forecast in fitting:
+            need = f"{size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step"
+            lines.append(f"  {command_text(overrides)}  ({need})")
+    else:
+        lines.append(NOTHING_FITS)
     # Other kinds of training only where all that fits is offloaded, which is slow.
-    if all(overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting):
-        for kind, overrides in changes_of_kind(plan, offload=False):
-            for fit in _fitting(plan, [overrides], hardware, request, deadline, job):
-                lines += [f"fits with {kind.name}; {kind.effect}:", _line(fit)]
+    offloads = [overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting]
+    if all(offloads) and (note := other_kinds_note(plan)):
+        lines.append(note)
     return lines
 
 
@@ -256,37 +248,6 @@ def hardware_of(start: Mapping[str, Any]) -> Hardware | None:
     if start["device"] == "cpu":
         return dataclasses.replace(CPU, memory=start["device_memory_bytes"])
     return card(start["device"], start["device_memory_bytes"], start.get("flash", "flash"))
-
-
-def _own_line(own: Forecast) -> str:
-    """Return the forecast peak beside the memory of the card."""
-    line = f"forecast: {size(own.needed_bytes)} of {size(own.memory_bytes)}, the peak in the {own.moment}"
-    if own.fits and not own.tight:
-        line += "; that fits, so look for another process on this GPU (nvidia-smi)"
-    return line
-
-
-def _fitting(
-    plan: Plan, changes: list[dict[str, Any]], hardware: Hardware, request: RequestForecast, deadline: float,
-    job: Mapping[str, Any],
-) -> Iterator[tuple[dict[str, Any], Forecast]]:  # fmt: skip
-    """Yield the first changes that fit, with their forecasts; changes that cannot be forecast are passed over."""
-    found = 0
-    for overrides in changes:
-        if found == SHOWN or time.monotonic() > deadline:
-            return
-        try:
-            forecast = request(varied(plan, overrides), hardware, **job)
-        except FsdptrainError:
-            continue
-        if forecast.fits:
-            found += 1
-            yield overrides, forecast
-
-
-def _line(fit: tuple[dict[str, Any], Forecast]) -> str:
-    overrides, forecast = fit
-    return f"  {command_text(overrides)}  ({size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step)"
 
 
 def _untried(changes: list[dict[str, Any]]) -> list[str]:

@@ -93,7 +93,7 @@ def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> F
     return dataclasses.replace(
         more, **linear, peaks=peaks, moment=moment, peak_bytes=peaks[moment], reserved_bytes=reserved, tight=tight,
         fits=reserved <= available or tight, host_bytes=round(line(few.host_bytes, more.host_bytes)), breakdown={},
-        collectives=[], textbook={}, tokens_per_s=tokens / linear["step_s"],
+        collectives=[], tokens_per_s=tokens / linear["step_s"],
         step_s_range=[line(*both) for both in zip(few.step_s_range, more.step_s_range, strict=True)],
         mfu=line(few.mfu * few.step_s, more.mfu * more.step_s) / linear["step_s"],
     )  # fmt: skip

@@ -19,7 +19,7 @@ from fsdptrain.processes import Child
 
 @dataclass(frozen=True)
 class Forecast:
-    """One optimizer step of the worst rank, in bytes and seconds; `docs/validate.md` explains every name.
+    """One optimizer step of the rank with the highest peak, in bytes and seconds; docs/validate.md explains the names.
 
     `peak_bytes` is what torch has allocated at `moment`, and `breakdown` its parts. `reserved_bytes` is what the
     caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition. `attention` is the kernel
@@ -37,7 +37,6 @@ class Forecast:
     breakdown: dict[Category, int]
     peaks: dict[str, int]
     collectives: list[dict[str, Any]]
-    textbook: dict[str, int]
     flops: float
     model_flops: float
     step_s: float

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdptrain.forecast.trace import Alloc, Category, Collective, Event, Free, Moment, Trace
-from fsdptrain.plan.plan import Counts
 
 BEFORE = "before the step"
 
@@ -109,16 +108,3 @@ def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
             count[key] += 1
             size[key] += event.size
     return [Traffic(*key, count[key], size[key]) for key in sorted(count)]
-
-
-def textbook(counts: Counts, ranks: int, param_bytes: int, reduce_bytes: int) -> dict[str, int]:
-    """Return the bytes a rank sends for one micro-batch, by Rajbhandari et al. (arXiv:1910.02054, section 7).
-
-    Only trained parameters have gradients, and are sent after an update.
-    """
-    all_once, trained_once = (count * (ranks - 1) // ranks for count in (counts.all, counts.trained))
-    return {
-        "DDP all-reduce": 2 * reduce_bytes * trained_once,
-        "ZeRO-1/2": (param_bytes + reduce_bytes) * trained_once,
-        "ZeRO-3": 2 * param_bytes * all_once + reduce_bytes * trained_once,
-    }

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptrain.errors import DoesNotFit, listed
-from fsdptrain.forecast.changes import changes_that_save_memory, command_text, leaner_kinds, override_words
+from fsdptrain.errors import DoesNotFit
+from fsdptrain.forecast.changes import changes_that_save_memory, other_kinds_note, override_words
 from fsdptrain.forecast.forecaster import Forecast
-from fsdptrain.forecast.search import MAX_NODES, SAME_TIME, Advice, Option
+from fsdptrain.forecast.search import SAME_TIME, Advice, Option
 from fsdptrain.plan.plan import Plan
-from fsdptrain.text import NO_BREAK_SPACE, counted, duration, seconds, size
+from fsdptrain.text import counted, duration, seconds, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
-ADVICE_SHOWN = 8  # plans in the table; the own plan and the best of each strategy always are
+ADVICE_SHOWN = 8  # plans in the table, besides the recipe's own
 ADVICE_HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tok/s", "MFU", ""]
 ADVICE_TITLES = 2  # the first cells of a row, which name the plan
 
@@ -56,16 +55,15 @@ def traffic_rows(forecast: Forecast) -> list[list[str]]:
 
 
 def traffic_lines(forecast: Forecast) -> list[str]:
-    """Return what a rank sends in a step, and what the textbook formulas give for comparison."""
+    """Return what a rank sends in a step."""
     wire = sum(traffic["wire"] for traffic in forecast.collectives)
     if not wire:
         return ["none: there is one rank"]
     network = sum(traffic["network"] for traffic in forecast.collectives)
-    book = ", ".join(f"{name} {size(amount)}" for name, amount in forecast.textbook.items())
-    return [
-        f"a rank sends {size(wire)} in all" + (f", {size(network)} of it to other nodes" if network else ""),
-        f"textbook formulas, for one micro-batch: {book}",
-    ]
+    line = f"a rank sends {size(wire)} in all"
+    if network:
+        line += f", {size(network)} of it to other nodes"
+    return [line]
 
 
 def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
@@ -138,36 +136,18 @@ def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
     for change in changes_that_save_memory(plan):  # of a key with several values, the last saves the most
         saving |= change
     tries = f"or try {', '.join([*override_words(saving), 'more ranks'])}"
-    kinds = [command_text(kind.overrides) for kind in leaner_kinds(plan)]
-    other = (
-        f"; these also need less memory, but change which weights are trained, or the precision: {listed(kinds)}"
-        if kinds
-        else ""
-    )
-    return DoesNotFit(f"{verdict}; {search}; {tries}{other}")
+    other = other_kinds_note(plan)
+    return DoesNotFit("; ".join(filter(None, [verdict, search, tries, other])))
 
 
-def _shown(options: list[Option]) -> list[Option]:
-    """Return the ranked options to show: the own plan, the best of each strategy, and others that need less memory.
-
-    An option that is left out is slower and needs more memory than one that is shown.
-    """
-    best_of: dict[str, Option] = {}
-    leaner: list[Option] = []  # each needs less memory than all faster options
-    least = math.inf
-    for option in options:
-        if option.fits:
-            best_of.setdefault(option.strategy, option)
-            leaner += [option] if option.needed_bytes < least else []
-            least = min(least, option.needed_bytes)
-    always = [option for option in options if option.own or option in best_of.values()]
-    more = [option for option in leaner if option not in always][: max(0, ADVICE_SHOWN - len(always))]
-    return [option for option in options if option in always or option in more]
+def shown_options(options: list[Option]) -> list[Option]:
+    """Return the ranked options to show: the fastest, and the recipe's own."""
+    return [option for number, option in enumerate(options) if number < ADVICE_SHOWN or option.own]
 
 
 def advice_rows(options: list[Option]) -> list[list[str]]:
-    """Return the rows of the options to show, with the columns of `ADVICE_HEADER`, numbered as in `advice_commands`."""
-    return [[f"{number}", *_option_cells(option)] for number, option in enumerate(_shown(options), 1)]
+    """Return the rows of the options, with the columns of `ADVICE_HEADER`."""
+    return [[f"{number}", *_option_cells(option)] for number, option in enumerate(options, 1)]
 
 
 def _option_cells(option: Option) -> list[str]:
@@ -215,23 +195,3 @@ def advice_lines(advice: Advice) -> list[str]:
     if advice.failed:
         found.append(f"{counted(len(advice.failed), 'plan')} could not be forecast; the first: {advice.failed[0]}")
     return found
-
-
-def cards_line(advice: Advice, hardware: str) -> str:
-    """Return the number of cards that each kind of training needs."""
-    found = {kind: str(cards or f"more than {MAX_NODES} nodes") for kind, cards in advice.cards.items()}
-    least = ", ".join(f"{kind} {cards}".replace(" ", NO_BREAK_SPACE) for kind, cards in found.items())
-    return f"number of {hardware} needed without offload: {least}"
-
-
-def advice_commands(advice: Advice) -> list[tuple[str, list[str]]]:
-    """Return, for each plan shown, its title and the overrides that turn the recipe into it."""
-    found = [(f"plan {n}:", override_words(o.overrides)) for n, o in enumerate(_shown(advice.options), 1) if not o.own]
-    return found + [
-        (
-            f"fits with {leaner.kind.name} ({size(leaner.option.needed_bytes)}, {seconds(leaner.option.step_s)} s a "
-            f"step); {leaner.kind.effect}:",
-            override_words(leaner.option.overrides),
-        )
-        for leaner in advice.leaner
-    ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from fsdptrain.config.dtypes import BYTES, HALF
+from fsdptrain.config.optimizers import HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
@@ -23,7 +23,7 @@ from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
 from fsdptrain.forecast.simulation import simulate
-from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.attention import choose_attention, flash_fits, flash_recommendation
@@ -32,11 +32,10 @@ from fsdptrain.model.parameters import model_flops, weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import bytes_in_host
 from fsdptrain.parallel.world import matrix_rate
-from fsdptrain.plan.gpus import is_expandable
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
-from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
+from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
-from fsdptrain.text import seconds, size
+from fsdptrain.text import seconds
 
 
 def estimate(
@@ -77,7 +76,6 @@ def estimate(
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
-    notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
     if kernel == varlen.NAME and attention:
@@ -87,7 +85,7 @@ def estimate(
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
-        **communication(plan, trace, Counts.of(weights)),
+        collectives=collectives_of(plan, trace),
         **time,
         attention=" and ".join(attention),
         model_flops=useful_flops,
@@ -111,26 +109,6 @@ def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: f
             "on average, with which the forecast is at best"
         ] = hardware.with_attention_times(longer)
     return found
-
-
-def accumulation_notes(plan: Plan, trace: Trace, parameters: int) -> list[str]:
-    """Return what `fsdp.accumulation: reduce` costs a plan in several micro-batches on GPUs, if it can be avoided."""
-    fsdp, count = plan.recipe.fsdp, plan.accumulation
-    if fsdp.accumulation != "reduce" or count == 1 or plan.topology.device == "cpu":
-        return []
-    held = size(parameters * BYTES[fsdp.mixed_precision.reduce_dtype] // plan.shard_size)
-    if fsdp.cpu_offload:
-        waits = sum(isinstance(event, Synchronize) for event in trace.repeated(count))
-        return [
-            f"fsdp.cpu_offload: gradients of {count} micro-batches are added in host memory, for which the host waits "
-            f"for the GPU {waits:,} times a step; fsdp.accumulation=hold_shards adds them in {held} of GPU memory"
-        ]
-    if plan.replicas > 1:
-        return [
-            f"{fsdp.strategy}: gradients are summed over {plan.replicas} copies in each of {count} micro-batches; "
-            f"fsdp.accumulation=hold_shards does it once a step"
-        ]
-    return []
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
@@ -159,9 +137,8 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
-        expandable = is_expandable(os.environ)
-        reserved = allocator.replay_allocations(trace, device, expandable=expandable).peak_reserved
-        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available, expandable).fits
+        reserved = allocator.replay_allocations(trace, device).peak_reserved
+        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available).fits
     return {
         "fits": reserved <= available or tight,
         "tight": tight,
@@ -175,15 +152,10 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any]:
-    """Return the collectives of a step as they were called, and the textbook's traffic of a micro-batch."""
+def collectives_of(plan: Plan, trace: Trace) -> list[dict[str, Any]]:
+    """Return the collectives of a step as they were called."""
     found = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
-    dtypes = plan.recipe.fsdp.mixed_precision
-    width = {name: getattr(torch, getattr(dtypes, name)).itemsize for name in ("param_dtype", "reduce_dtype")}
-    return {
-        "collectives": [dataclasses.asdict(t) | {"wire": t.wire, "network": t.network} for t in found],
-        "textbook": ledger.textbook(parameters, plan.topology.world_size, *width.values()),
-    }
+    return [dataclasses.asdict(t) | {"wire": t.wire, "network": t.network} for t in found]
 
 
 def time_of(

@@ -23,7 +23,7 @@ import torch
 from torch.nn import attention as of_torch
 from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.config.dtypes import HALF
+from fsdptrain.config.optimizers import HALF
 from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import Problem, RecipeError, error_summary

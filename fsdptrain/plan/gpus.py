@@ -24,12 +24,6 @@ def default_settings(env: Mapping[str, str]) -> dict[str, str]:
     return {} if any(name in env for name in VARIABLES) else {VARIABLES[0]: EXPANDABLE}
 
 
-def is_expandable(env: Mapping[str, str]) -> bool:
-    """Return whether workers that start in this environment use expandable segments."""
-    settings = {**env, **default_settings(env)}
-    return any(EXPANDABLE in settings.get(name, "") for name in VARIABLES)
-
-
 def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """Count the GPUs that a process with this environment may use. `root` is the folder that holds /dev and /proc.
 

@@ -20,10 +20,9 @@ from typing import Any
 
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
-from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.keys import flat, recipe_of, recipe_problems
 from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
-from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.config.paths import (
     DataPath,
     find_all_data,

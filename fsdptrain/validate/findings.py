@@ -1,12 +1,12 @@
-"""What a dry run finds, level by level: values, the text that shows them, notes and problems."""
+"""What a dry run finds, level by level: values, notes and problems, and the text that shows them. No torch."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsdptrain.errors import (
@@ -20,13 +20,21 @@ from fsdptrain.errors import (
     RecipeError,
     WorkerError,
 )
+from fsdptrain.forecast.plot import memory_bar
+from fsdptrain.forecast.trace import Category
 from fsdptrain.run_folder.events import progress_record
+from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted
 
 # Exit codes, that of the most basic problem first.
 BASIC_FIRST = [
     error.exit_code for error in (RecipeError, DataError, CheckpointError, WorkerError, DoesNotFit, FsdptrainError)
 ]
+
+INDENT = 2
+PIPE_WIDTH = 80  # columns of bars, if there is no terminal
+WIDEST = 120  # columns of the memory bar: a longer one shows no more
+LONGEST_BAR = 32  # columns of a histogram's bar
 
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
 UNCHECKED = {
@@ -35,7 +43,7 @@ UNCHECKED = {
     "launch.nproc_per_node": "number of GPUs", "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
 }  # fmt: skip
 
-Item = dict[str, Any]  # something to show: its `kind`, and the arguments for the function in `summary.RENDERERS`
+Item = dict[str, Any]  # something to show: its `kind`, and the arguments for the function in `RENDERERS`
 SendRecord = Callable[[dict[str, Any]], None]  # takes the progress records that `Screen.show` accepts
 
 
@@ -107,7 +115,8 @@ class Findings:
                 self.add_note(f"not checked here: {text}")
                 name = UNCHECKED.get(text.partition(":")[0], "build of torch")
                 name += " (no Hub)" if HUB_UNREACHABLE in text else ""
-                self.unchecked += [name] if name not in self.unchecked else []
+                if name not in self.unchecked:
+                    self.unchecked.append(name)
             elif text not in self.problems:
                 self.problems.append(text)
                 self._codes[text] = error.exit_code
@@ -130,10 +139,6 @@ class Findings:
     def send_progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage is."""
         self.send(progress_record(stage, done, total))
-
-    def send_outcome(self, event: str) -> None:
-        """Send everything found until now: the event is `outcome` at the end, `so far` before a long search."""
-        self.send({"event": event, **dataclasses.asdict(self.outcome())})
 
     @property
     def exit_code(self) -> int:
@@ -159,3 +164,73 @@ class Findings:
         return Outcome(
             verdict, sections, self.notes, self.warnings, self.unchecked, self.problems, self.exit_code, report
         )
+
+
+def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
+    """Print an outcome without its problems. With `verbose`, also why some things were not checked.
+
+    On a terminal the verdict comes again last, because what is between scrolls the first line away.
+    """
+    colour = "red" if outcome.exit_code else "yellow" if outcome.warnings else "green"
+    page.say(outcome.verdict, style=f"bold {colour}")
+    for heading, items in outcome.sections:
+        show_section(heading, items, page)
+    notes = [note for note in outcome.notes if verbose or not note.startswith("not checked here")]
+    if outcome.unchecked and not verbose:
+        notes.append(f"not checked here: {', '.join(outcome.unchecked)}; --verbose shows why")
+    show_notes(notes, page)
+    if page.width is not None and not outcome.problems:
+        page.say("")
+        page.say(outcome.verdict, style=f"bold {colour}")
+
+
+def show_section(heading: str, items: list[Item], page: Page) -> None:
+    """Print the items under their heading."""
+    page.say("")
+    page.say(heading, style="bold")
+    for item in items:
+        arguments = {name: value for name, value in item.items() if name != "kind"}
+        RENDERERS[item["kind"]](page, **arguments)
+
+
+def show_notes(notes: list[str], page: Page) -> None:
+    """Print notes, if there are any, under a heading."""
+    if notes:
+        show_section("Notes", [{"kind": "text", "text": note} for note in notes], page)
+
+
+def _memory(page: Page, by_category: dict[Category, int], beside: dict[str, int], capacity: int) -> None:
+    """Draw the bar of the peak, as wide as the terminal."""
+    width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
+    page.draw(memory_bar(by_category, beside, capacity, width - INDENT), INDENT)
+
+
+def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) -> None:
+    for line in histogram_lines(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
+        page.say(line, INDENT)
+
+
+def histogram_lines(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
+    """Return a line a bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
+    while len(bins) > 1 and not bins[0]["rows"]:
+        bins = bins[1:]
+    most = max(each["rows"] for each in bins)
+    names = [f"{each['from']:,}–{each['to']:,}" for each in bins]
+    name_width, digits = max(map(len, names)), len(f"{most:,}")
+    longest = max(1, min(LONGEST_BAR, width - name_width - digits - len(beyond) - 5))
+    return [
+        f"{name:>{name_width}} {each['rows']:>{digits},} "
+        + ("█" * round(longest * each["rows"] / most) or "▏" * bool(each["rows"]))
+        + (f" {beyond}" if each["from"] > seq_len and each["rows"] else "")
+        for name, each in zip(names, bins, strict=True)
+    ]
+
+
+# Kind of an item → the function that prints it.
+RENDERERS: dict[str, Callable[..., None]] = {
+    "text": partial(Page.say, indent=INDENT),
+    "table": partial(Page.table, indent=INDENT),
+    "command": partial(Page.command, indent=2 * INDENT),
+    "memory": _memory,
+    "lengths": _lengths,
+}

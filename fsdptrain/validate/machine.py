@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
 from fsdptrain.train.setup import gpu_fault
 from fsdptrain.validate.findings import Findings
-
-TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
 
 
 def check_machine(plan: Plan, findings: Findings) -> None:
@@ -62,7 +58,6 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
             if available
         ],
         "attention": {"kernel": kernel, "available": attention_available(kernel)},
-        "rendezvous": rendezvous(plan),
     }
 
 
@@ -73,8 +68,7 @@ def machine_line(machine: dict[str, Any]) -> str:
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return (
         f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"{' and '.join(machine['backends'])}; rendezvous on "
-        f"{machine['rendezvous']['endpoint']} ({machine['rendezvous']['state']})"
+        f"{' and '.join(machine['backends'])}"
     )
 
 
@@ -83,13 +77,11 @@ def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainE
     yield from node_problems(plan, machine)
     if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
-    if machine["rendezvous"]["state"] in ("in use", "unknown host"):
-        unknown = machine["rendezvous"]["state"] == "unknown host"
-        yield plan.topology.endpoint_fault(
-            machine["rendezvous"]["state"],
-            "a host that every node can resolve" if unknown else "a free port",
-            "MASTER_ADDR" if unknown else "MASTER_PORT",
-        )
+    elif plan.topology.endpoint is not None:
+        try:
+            parse_rendezvous_endpoint(plan.topology.endpoint, default_port=0)
+        except ValueError as error:
+            yield RecipeError(f"launch.rdzv_endpoint: {error}")
 
 
 def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
@@ -125,36 +117,3 @@ def attention_available(kernel: str) -> bool:
         there = is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available())
         return bool(there and not card_obstacle())
     return bool(kernel != "flex_attention" or is_torch_flex_attn_available())
-
-
-def rendezvous(plan: Plan) -> dict[str, str]:
-    """Return the rendezvous endpoint and its state: free, in use, another machine, or unknown host; on other
-    machines, what sets it.
-
-    Raise RecipeError for an endpoint that is not host:port.
-    """
-    topology, endpoint = plan.topology, plan.topology.endpoint
-    if topology.nnodes == 1 and endpoint is None:
-        return {"endpoint": "loopback", "state": "any free port"}
-    if endpoint is None:
-        return {"endpoint": "the first node", "state": "from the launcher, or launch.rdzv_endpoint"}
-    if topology.joined:  # a TCPStore of torchrun may listen there already
-        return {"endpoint": endpoint, "state": f"from {topology.source}"}
-    try:
-        host, port = parse_rendezvous_endpoint(endpoint, TORCHRUN_PORT)
-    except ValueError as error:
-        raise RecipeError(f"launch.rdzv_endpoint: {error}") from None
-    return {"endpoint": f"{host}:{port}", "state": _port_state(host, port)}
-
-
-def _port_state(host: str, port: int) -> str:
-    """Return the state of an endpoint, by listening on it: only the machine with that address can."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        return "unknown host"
-    try:
-        socket.create_server(address[:2], family=family).close()
-    except OSError as error:
-        return "another machine" if error.errno == errno.EADDRNOTAVAIL else "in use"
-    return "free"

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
-from fsdptrain.config.dtypes import BYTES, NF4_BYTES
-from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import check_adapter_values, quantised_ids
 from fsdptrain.model.attention import flash_fits, supports_flash
@@ -90,6 +89,11 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     """Return the numbers of a skeleton and of its units."""
     fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
     how = fsdp.recomputation
+    kept = []
+    if how.keep_attention:
+        kept.append("attention")
+    if how.offload:
+        kept.append("in host memory")
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
     rows = [describe_unit(plan, *unit, packed) for unit in owned]
@@ -115,7 +119,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
             "buffers": fsdp.mixed_precision.buffer_dtype,
         },
         "blocks": len(layers),
-        "kept": ["attention"] * how.keep_attention + ["in host memory"] * how.offload,
+        "kept": kept,
         "recomputed_blocks": 0 if how.kind == "none" else len(layers[:: how.every]),
     }
 

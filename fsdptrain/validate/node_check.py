@@ -1,4 +1,4 @@
-"""One rank of `validate --here`: look at this node, meet the other ranks, measure the links, and compare.
+"""One rank of `validate --here`: look at this node, meet the other ranks, compare the nodes, and measure the links.
 
 The ranks first exchange what they found through a TCPStore, because that works with other versions, other plans
 and without a network that gloo or NCCL can use. Only if nothing speaks against it do they form a process group.
@@ -10,15 +10,15 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,33 +27,61 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import free_space
-from fsdptrain.data.cache import cache_dir
+from fsdptrain.checkpoint.agreement import DATA, FOLDER, GPUS, PLAN, Agreed, file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.resume import describe_changes, plan_changes
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.resume_pins import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
-from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
+from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, listed, to_record
 from fsdptrain.failures.translate import as_fsdptrain_error, write_error_file
-from fsdptrain.parallel.world import World, check_hosts_of_copies, matrix_rate, open_tcp_store
+from fsdptrain.parallel.world import World, check_hosts_of_copies, open_tcp_store
 from fsdptrain.plan.gpus import damaged_gpus
-from fsdptrain.plan.network import address_of, gloo_end
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.network import gloo_end, is_loopback
 from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
-from fsdptrain.run_folder.files import scratch_folder, write_atomically
-from fsdptrain.text import counted
-from fsdptrain.validate.costs import hardware_here
+from fsdptrain.run_folder.files import write_atomically
+from fsdptrain.text import GIB, counted, size
+from fsdptrain.validate.dry_run import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
 from fsdptrain.validate.machine import describe_machine, node_problems
-from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
+HEADING = "Nodes"
+HEADER = ["node", "verdict", "plan", "data", "GPUs", "gloo", "inside", "between"]
 DATA_BYTES = 2**30  # of data files are read for their digest
-CLOCK_ROUNDS = 5  # comparisons of the clocks, of which the median counts
 CONNECT_S = 60.0  # for the process group and the measurement; a network that does not connect would wait for hours
 LEAVE_S = 10.0  # that rank 0, which may hold the TCPStore, waits for the others
-SMALLEST, LARGEST, ENOUGH_S = 2**20, 2**28, 0.1  # bytes of an all-reduce, and the time until which it grows
-RATE_SIZE, EXACT_SIZE = 8192, 4096  # of the matrix products that measure a GPU and check its results
+BUFFER_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of the all-reduce that measures a link
+MAX_USED = 2 * GIB  # bytes of a GPU; a context of this process is below
+WAY_TO_NETWORK = (
+    "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the network between the nodes (`ip -br address` "
+    "lists them), or give the name of the node its own address in /etc/hosts"
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the ranks of a node found out.
+
+    `data` is a digest, None if there is no data; `changes` are the differences of its plan from that of the first node;
+    `shares_output` is whether it sees a file that the first node wrote; `gloo` the interface and the address that gloo
+    listens on, None without any; `gpu_faults` why GPUs cannot be used. Bandwidths are bytes/s of a rank, None if they
+    were not measured. `problems` are records of errors of this node alone.
+    """
+
+    host: str
+    ranks: int
+    plan: str
+    changes: list[str]
+    data: str | None
+    shares_output: bool
+    gloo: list[str] | None
+    gpus: list[str]
+    gpu_faults: list[str] = field(default_factory=list)
+    inside_bw: float | None = None
+    between_bw: float | None = None
+    problems: list[dict[str, str]] = field(default_factory=list)
 
 
 class Ranks:
@@ -79,11 +107,10 @@ class Ranks:
             values: list[Any] = json.loads(self.tcp_store.get(name))
             return values
         except dist.DistError as error:
-            later = f" and {more_s:g} s to measure the links" if more_s else ""
-            missing = (
-                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s{later})"
-            )
-            raise WorkerLost(f"{missing}: see the output of the other nodes ({first_line(error)})") from None
+            raise WorkerLost(
+                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s): see the "
+                f"output of the other nodes ({first_line(error)})"
+            ) from None
 
     def leave(self) -> None:
         """Wait, in rank 0, until all ranks have read what they need."""
@@ -101,68 +128,61 @@ def check_ranks(request: Request) -> Outcome:
     plan, ranks = request.plan, Ranks(request.plan)
     with contextlib.ExitStack() as stack:
         # What this process sees by itself.
-        own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
-        own |= describe_node(request) if ranks.local_rank == 0 else {}
-        if ranks.rank == 0:
-            shared = shared_folder(plan)
-            own["file"] = stack.enter_context(file_to_see(shared[1])) if shared else ""
-        answers = ranks.exchange("answers", own)
-        # What it sees compared with the first node: the clock, the plan, a file.
-        seen: dict[str, Any] = {"clock": read_clock(ranks)}
+        own: dict[str, Any] = {"first": ranks.local_rank == 0, **rank_gpu(plan, ranks.local_rank)}
         if ranks.local_rank == 0:
-            seen["changes"] = plan_differences(json.loads(answers[0]["plan"]), json.loads(plan.shared().to_json()))
-            seen["shares_output"] = sees(answers[0]["file"])
-        compared = ranks.exchange("compared", seen)
-    # How fast the links are, unless the ranks cannot form the process group of the plan.
-    nodes = nodes_of(answers, compared)
-    obstacle = why_not_measured(nodes, any(each.get("draft") for each in answers))
-    # A rank that has an error at once waits for those that are still connecting: its error must be seen.
-    links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
+            own |= describe_node(request)
+        shared = shared_folder(plan)
+        if ranks.rank == 0 and shared:
+            own["file"] = stack.enter_context(file_to_see(shared[1]))
+        answers = ranks.exchange("answers", own)
+        # What it sees compared with the first node: the plan, a file.
+        seen: dict[str, Any] = {}
+        if ranks.local_rank == 0:
+            seen["changes"] = describe_changes(plan_changes(json.loads(answers[0]["plan"]), plan))
+            seen["shares_output"] = sees(answers[0].get("file", ""))
+        compared = [{**answer, **more} for answer, more in zip(answers, ranks.exchange("seen", seen), strict=True)]
     findings = Findings()
-    for note in [*request.notes, *([f"the links were not measured: {obstacle}"] if obstacle else [])]:
+    for note in request.notes:
         findings.add_note(note)
-    add_link_problems(links, findings)
-    compare_nodes(nodes_of(answers, compared, links), hardware_here(plan), findings)
+    words = compare_nodes(nodes_of(compared), shared[0] if shared else "", findings)
+    # How fast the links are, if nothing was found that keeps the ranks from forming the process group of the plan.
+    measured: list[dict[str, Any]] = []
+    if findings.problems:
+        findings.add_note("the links were not measured, because of the problems")
+    else:
+        # A rank that has an error at once waits for those that are still connecting: its error must be seen.
+        measured = ranks.exchange("links", measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
+        add_link_problems(measured, findings)
+    nodes = nodes_of(compared, measured)
+    show_nodes(nodes, words, hardware_here(plan), findings)
     ranks.leave()
     if not findings.problems:
         findings.forecast = f"{counted(len(nodes), 'node')}, {counted(ranks.size, 'rank')}: ready"
     return findings.outcome()
 
 
-def nodes_of(
-    answers: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
-) -> list[Node]:
+def nodes_of(answers: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()) -> list[Node]:
     """Return the nodes from what their ranks exchanged; the first local rank of a node answers for it."""
-    firsts = [rank for rank, each in enumerate(answers) if each["local_rank"] == 0]
+    firsts = [rank for rank, answer in enumerate(answers) if answer["first"]]
+    names = {each.name for each in dataclasses.fields(Node)}
     nodes = []
     for first, end in zip(firsts, [*firsts[1:], len(answers)], strict=True):
-        differences = [own - leader for own, leader in zip(compared[first]["clock"], compared[0]["clock"], strict=True)]
-        speeds = {
-            key: min(found) if (found := [each[key] for each in links[first:end] if each.get(key)]) else None
-            for key in ("inside_bw", "between_bw")
-        }
-        nodes.append(Node.of(
-            answers[first],
-            ranks=end - first,
-            clock_s=statistics.median(differences),
-            changes=compared[first]["changes"],
-            shares_output=compared[first]["shares_output"],
-            nccl=links[first].get("nccl", "") if links else "",
-            gpus=[Gpu(**each["gpu"]) for each in answers[first:end] if each["gpu"]],
-            **speeds,
-        ))  # fmt: skip
+        own = {name: value for name, value in answers[first].items() if name in names}
+        own |= {"plan": answers[first]["digest"], "ranks": end - first}
+        own["gpus"] = [name for answer in answers[first:end] for name in answer["gpus"]]
+        own["gpu_faults"] = [fault for answer in answers[first:end] for fault in answer["gpu_faults"]]
+        for key in ("inside_bw", "between_bw"):
+            own[key] = min((each[key] for each in links[first:end] if each.get(key)), default=None)
+        nodes.append(Node(**own))
     return nodes
 
 
 def describe_node(request: Request) -> dict[str, Any]:
-    """Return what this process finds out about its node alone, under the names of the fields of Node.
-
-    `draft` says that the plan has problems, so that its ranks may not form a process group.
-    """
+    """Return what this process finds out about its node alone: fields of Node, the plan and its digest."""
     plan = request.plan
     errors: list[FsdptrainError] = [RecipeError(problem) for problem in request.problems]
     errors += [RecipeError(str(problem)) for problem in model_name_problems(plan.recipe)]
-    data, free = None, {}
+    data, gloo = None, gloo_end()
     go_offline_if_unreachable(plan, lambda *_: None)
 
     @contextlib.contextmanager
@@ -178,55 +198,128 @@ def describe_node(request: Request) -> dict[str, Any]:
         pinned = pin_commits(plan, plan.rundir, keep=False)
         paths = [path for path in (*pinned.data_paths, pinned.eval_path) if path]
         data = " ".join(quick_fingerprint(path, DATA_BYTES // len(paths)) for path in paths)
-    with collected():
-        free = {"output_dir": free_space(Path(plan.run_dir)), "cache": free_space(cache_dir("data"))}
-        if plan.recipe.checkpoint.path:
-            free["checkpoint.path"] = free_space(plan.rundir.storage.folder)
     if plan.topology.device == "cuda":
         errors += [WorkerLost(text) for text in damaged_gpus(os.environ)]
     return {
-        "host": socket.gethostname(), "versions": versions(plan), "plan": plan.shared().to_json(),
-        "digest": plan.digest(), "data": data, "free": free, "gloo": gloo_end(),
-        "own_address": address_of(socket.gethostname()),
-        "problems": [*map(to_record, errors)], "draft": bool(request.problems),
+        "host": socket.gethostname(), "plan": plan.shared().to_json(), "digest": plan.digest(),
+        "data": data, "gloo": gloo and [*gloo], "problems": [*map(to_record, errors)],
     }  # fmt: skip
 
 
-def versions(plan: Plan) -> dict[str, str]:
-    """Return the versions that all nodes must share, with those that only this check compares."""
-    found = plan.versions | {"Python": platform.python_version()}
-    return found | ({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if torch.cuda.is_available() else {})
-
-
-def rank_gpu(plan: Plan, local_rank: int) -> dict[str, Any] | None:
-    """Return what this rank finds out about its GPU, the fields of a Gpu; None for a plan on the CPU."""
+def rank_gpu(plan: Plan, local_rank: int) -> dict[str, list[str]]:
+    """Return the name of this rank's GPU and why it cannot be used; nothing for a plan on the CPU."""
     if plan.topology.device == "cpu":
-        return None
+        return {"gpus": [], "gpu_faults": []}
+    name, faults = "unknown", []
     try:
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+        name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
         free, total = torch.cuda.mem_get_info(device)
-        ones = torch.ones(EXACT_SIZE, EXACT_SIZE, device=device, dtype=torch.bfloat16)
-        wrong = int((ones @ ones != EXACT_SIZE).sum())  # the numbers are exact in bfloat16
-        gpu = Gpu(
-            torch.cuda.get_device_name(device), total, total - free, matrix_rate(device, torch.bfloat16, RATE_SIZE),
-            f"{counted(wrong, 'element')} of a matrix product are wrong: replace this GPU" if wrong else "",
-        )  # fmt: skip
+        if total - free > MAX_USED:
+            used = size(total - free)
+            faults.append(
+                f"GPU {local_rank}: {used} of its memory are in use: nvidia-smi shows by which process; end it"
+            )
     except Exception as error:  # a GPU that is lost, or not there, raises many classes
-        gpu = Gpu(fault=f"cannot be used: {first_line(error)}")
-    return dataclasses.asdict(gpu)
+        faults.append(f"GPU {local_rank}: cannot be used: {first_line(error)}")
+    return {"gpus": [name], "gpu_faults": faults}
 
 
-def read_clock(ranks: Ranks) -> list[float]:
-    """Return the seconds since 1970 at moments that are the same on all ranks, up to the time of a message."""
-    clock = []
-    for number in range(CLOCK_ROUNDS):
-        ranks.exchange(f"clock/{number}", None)
-        clock.append(time.time())
-    return clock
+def node_names(nodes: Sequence[Node]) -> list[str]:
+    """Return the host name of each node, with its number where several have the same."""
+    count = Counter(node.host for node in nodes)
+    return [node.host if count[node.host] == 1 else f"{node.host}/{n}" for n, node in enumerate(nodes)]
+
+
+def compare_nodes(nodes: Sequence[Node], folder_key: str, findings: Findings) -> list[list[str]]:
+    """Add what is wrong with some nodes. Return the words for it, for each node, for the table.
+
+    `folder_key` is the key of the folder that all must share.
+    """
+    names = node_names(nodes)
+    words: list[list[str]] = [[] for _ in nodes]
+
+    def add(found: Sequence[int], word: str, error: FsdptrainError) -> None:
+        findings.add_problem(error)
+        for n in found:
+            words[n].append(word)
+
+    # What a node found by itself, the same problem of several nodes once.
+    where: dict[tuple[str, str], list[int]] = {}
+    for n, node in enumerate(nodes):
+        for record in node.problems:
+            where.setdefault((record["type"], record["message"]), []).append(n)
+        for fault in node.gpu_faults:
+            add([n], GPUS.word, WorkerLost(f"{names[n]}, {fault}"))
+    for (kind, message), found in where.items():
+        on = ""
+        if len(found) < len(nodes):
+            on = f"on {listed(names[n] for n in found)}: "
+        add(found, "machine", from_record({"type": kind, "message": f"{on}{message}"}))
+    # What must be the same on all nodes, as `train.setup` compares it.
+    for agreed, what, values in shared_values(nodes):
+        counts = Counter(value for value in values if value is not None)
+        if len(counts) > 1:
+            usual, count = counts.most_common(1)[0]
+            odd = [n for n, value in enumerate(values) if value not in (usual, None)]
+            others = listed(f"{values[n]} on {names[n]}" for n in odd)
+            message = f"{what} is {others}, but {usual} on {counted(count, 'node')}: {agreed.way_out}"
+            add(odd, agreed.word, agreed.error(message))
+    if apart := [n for n, node in enumerate(nodes) if not node.shares_output]:
+        which = listed(names[n] for n in apart)
+        message = f"{folder_key}: {which} cannot see what {names[0]} writes there: {FOLDER.way_out}"
+        add(apart, FOLDER.word, FOLDER.error(message))
+    # Processes of one machine reach each other through loopback, those of several do not.
+    for n, node in enumerate(nodes):
+        if len({each.host for each in nodes}) > 1 and (node.gloo is None or is_loopback(node.gloo[1])):
+            listens = f"on {node.gloo[0]} ({node.gloo[1]})" if node.gloo else "on no interface that exists"
+            add([n], "gloo", RecipeError(f"gloo of {names[n]} listens {listens}: {WAY_TO_NETWORK}"))
+    return words
+
+
+def shared_values(nodes: Sequence[Node]) -> Iterator[tuple[Agreed, str, list[str | None]]]:
+    """Yield what must be equal on all nodes: its rule, its name in a message, its value on each node."""
+    yield PLAN, "the plan", ["; ".join([node.plan[:6], *node.changes]) for node in nodes]
+    yield DATA, "the digest of the data", [node.data and node.data[:12] for node in nodes]
+    yield GPUS, "the hardware", [gpus_text(node) for node in nodes]
+
+
+def gpus_text(node: Node) -> str:
+    """Return the GPUs of a node: `8 × H100 80GB HBM3`."""
+    return " + ".join(f"{count} × {name}" for name, count in Counter(node.gpus).items()) or "no GPU"
+
+
+def show_nodes(
+    nodes: Sequence[Node], words: Sequence[list[str]], hardware: Hardware | None, findings: Findings
+) -> None:
+    """Add the table of the nodes. `hardware` is what the forecast assumes of a rank."""
+    names = node_names(nodes)
+    rows = [
+        [
+            name, ", ".join(dict.fromkeys(faults)) or "ok", node.plan[:6], (node.data or "none")[:6], gpus_text(node),
+            " ".join(node.gloo or ["none"]), bandwidth_text(node.inside_bw), bandwidth_text(node.between_bw),
+        ]
+        for name, faults, node in zip(names, words, nodes, strict=True)
+    ]  # fmt: skip
+    shown = [column for column in range(len(HEADER)) if any(row[column] for row in rows)]
+    header, rows = [HEADER[column] for column in shown], [[row[column] for column in shown] for row in rows]
+    findings.add_item(HEADING, "table", header=header, rows=rows)
+    findings.levels["nodes"] = {name: dataclasses.asdict(node) for name, node in zip(names, nodes, strict=True)}
+    if hardware is not None:
+        inside, between = bandwidth_text(hardware.intra_bw), bandwidth_text(hardware.inter_bw)
+        assumed = f"the forecast assumes {inside} inside and {between} between nodes"
+        findings.add_lines(HEADING, f"bandwidth of a rank in an all-reduce; {assumed}")
+
+
+def bandwidth_text(bandwidth: float | None) -> str:
+    """Return a bandwidth as `12.3 GB/s`; empty for None."""
+    if bandwidth is None:
+        return ""
+    return f"{bandwidth / 1e9:.{1 if bandwidth > 1e9 else 2}f} GB/s"
 
 
 def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
-    """Return what `measure` found, and the network of NCCL, or the `error` raised; after CONNECT_S it is left alone."""
+    """Return what `measure` found, or the `error` that it raised; after CONNECT_S it is left alone."""
     found: dict[str, Any] = {}
 
     def run() -> None:
@@ -236,16 +329,10 @@ def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
 
-    with scratch_folder() as scratch:  # removed also if the thread is left alone
-        log = scratch / "nccl.log"
-        os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)})
-        thread = threading.Thread(target=run, name="links", daemon=True)
-        thread.start()
-        thread.join(CONNECT_S)
-        links = dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
-        if log.exists():
-            links["nccl"] = nccl_network(log.read_text(encoding="utf-8", errors="replace"))
-    return links
+    thread = threading.Thread(target=run, name="links", daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    return dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
 
 
 def measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
@@ -264,32 +351,22 @@ def measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
 
 
 def all_reduce_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Return the bytes/s that a rank sends in a ring all-reduce; None for one rank. Collective in the group.
+    """Return the bytes/s that a rank sends in a ring all-reduce, the best of three; None for one rank. Collective.
 
-    In a ring of n ranks each sends 2 (n - 1) / n of the buffer. The best of three calls counts; the buffer grows until
-    a call takes ENOUGH_S on all ranks.
+    In a ring of n ranks each sends 2 (n - 1) / n of the buffer.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return None
-    count = SMALLEST
-    while True:
-        buffer = torch.zeros(count, dtype=torch.uint8, device=device)
-        seconds = torch.tensor([min(all_reduce_s(buffer, group) for _ in range(3))], device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-        slowest = seconds.item()
-        if slowest > ENOUGH_S or count >= LARGEST:
-            return 2 * (ranks - 1) / ranks * count / slowest
-        count *= 4
-
-
-def all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Return the seconds of an all-reduce. Collective."""
-    start = time.perf_counter()
-    dist.all_reduce(buffer, group=group)
-    if buffer.device.type == "cuda":
-        torch.cuda.synchronize(buffer.device)
-    return time.perf_counter() - start
+    buffer = torch.zeros(BUFFER_BYTES[device.type], dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        dist.all_reduce(buffer, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * (ranks - 1) / ranks * len(buffer) / min(times)
 
 
 def add_link_problems(links: Sequence[dict[str, Any]], findings: Findings) -> None:

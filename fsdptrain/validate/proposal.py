@@ -12,15 +12,11 @@ from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, seconds, size
-from fsdptrain.validate.findings import Outcome
-from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
-from fsdptrain.validate.summary import show_notes, show_section
+from fsdptrain.validate.findings import Outcome, show_notes, show_section
+from fsdptrain.validate.request import make_request, run_dry_run
 
 if TYPE_CHECKING:
     from fsdptrain.validate.init_recipe import Starter
-
-
-UNSEARCHED = "Ctrl-C stopped the search for the fastest plan: the recipe has the default one"
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Proposal:
 def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
     """Return a recipe for all rows of the data, and for the GPUs of this machine or `hardware` the fastest plan.
 
-    If Ctrl-C stops the search, the plan is the default one. Raises RecipeError for unknown hardware.
+    Raises RecipeError for unknown hardware.
     """
     topology = make_request(_parsed(starter, starter.text({})), hardware).plan.topology
     on_gpus, written = topology.device == "cuda", starter.text({"train.global_batch_size": topology.world_size})
@@ -45,8 +41,6 @@ def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
     if chosen is None:
         return Proposal(None, [], outcome)
     found = outcome.report.get("advice", {}).get("options", [])
-    if INTERRUPTED in outcome.notes:
-        found, outcome.notes[outcome.notes.index(INTERRUPTED)] = [], UNSEARCHED
     best = next((option for option in found if option["fits"]), None)
     if best is None:
         text = starter.text(chosen)

@@ -27,7 +27,7 @@ from fsdptrain.plan.network import address_of, is_loopback
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.plan.versions import untested_versions
-from fsdptrain.processes import Child, Interrupted, StopRequest
+from fsdptrain.processes import Child, StopRequest
 from fsdptrain.run_folder.files import full_tmpdir_errors
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
@@ -85,41 +85,28 @@ def make_request(
     if price is not None and price < 0:
         raise RecipeError(f"--price-per-gpu-hour: {price:g} is negative")
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
-    notes = ([target.note] if target and target.note else []) + untested_versions()
+    notes = untested_versions()
+    if target and target.note:
+        notes.insert(0, target.note)
     return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, price, **options)
 
 
-INTERRUPTED = "Ctrl-C stopped the search for other plans: those listed were tried until then"
-
-
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
-    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome.
-
-    If Ctrl-C stops the search for other plans, which may take minutes, return what was found before it.
-    """
-    so_far: Outcome | None = None
+    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
     with Child("fsdptrain.validate.dry_run") as child:
-        try:
-            with contextlib.ExitStack() as stage:
-                stage.enter_context(_busy(screen, "starting"))
-                child.send(request.to_record())
-                for record in child.records():
-                    match record.pop("event"):
-                        case "outcome":
-                            return Outcome(**record)
-                        case "so far":
-                            so_far = Outcome(**record)
-                        case "busy":
-                            stage.close()
-                            stage.enter_context(_busy(screen, record["what"]))
-                        case kind if screen.live:
-                            stage.close()
-                            screen.show({"event": kind, **record})
-        except Interrupted:
-            if so_far is None:
-                raise
-            notes = [*so_far.notes, INTERRUPTED]
-            return dataclasses.replace(so_far, notes=notes, report=so_far.report | {"notes": notes})
+        with contextlib.ExitStack() as stage:
+            stage.enter_context(_busy(screen, "starting"))
+            child.send(request.to_record())
+            for record in child.records():
+                match record.pop("event"):
+                    case "outcome":
+                        return Outcome(**record)
+                    case "busy":
+                        stage.close()
+                        stage.enter_context(_busy(screen, record["what"]))
+                    case kind if screen.live:
+                        stage.close()
+                        screen.show({"event": kind, **record})
         if child.killed:
             raise WorkerError(f"the dry run was {child.killed}")
         raise FsdptrainError(f"the dry run ended with exit code {child.code} and no result; see its output above")

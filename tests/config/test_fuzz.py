@@ -85,16 +85,8 @@ LINES = [
 ]  # fmt: skip
 
 sections = ["model", "data", "fsdp", "fsdp.mixed_precision", "optim", "train", "launch", "model.config", "data.columns"]
-paths = st.sampled_from(
-    [
-        *KEYS,
-        *sections,
-        *REPLACEMENTS,
-        *(f"{section}.nope" for section in sections),
-        "model.config.hidden_size",
-        "",
-    ]
-)
+nope = [f"{section}.nope" for section in sections]
+paths = st.sampled_from([*KEYS, *sections, *REPLACEMENTS, *nope, "model.config.hidden_size", ""])
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -150,17 +142,8 @@ def recipes(draw: st.DrawFn) -> Broken:
 FILES = sorted(["recipe.yaml", *(Path(name).name for name in DATA)])
 HARMLESS = {"os.scandir", "os.listdir", "glob.glob", "glob.glob/2", "compile", "exec", "object.__getattr__"}
 WATCHED_EVENTS = (
-    "import",
-    "open",
-    "os.",
-    "socket.",
-    "subprocess.",
-    "shutil.",
-    "pickle.",
-    "ctypes.",
-    "tempfile.",
-    "urllib.",
-)
+    "import", "open", "os.", "socket.", "subprocess.", "shutil.", "pickle.", "ctypes.", "tempfile.", "urllib.",
+)  # fmt: skip
 _recorded: list[str] | None = None
 
 

@@ -10,7 +10,7 @@ import pytest
 from shipped import COMMANDS, RECIPES, stored
 from support import ROOT
 
-from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.config.reader import load
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer

@@ -43,7 +43,7 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
     assert {strategy.value: unused_with("fsdp.strategy", strategy) for strategy in Strategy} == {
         "FULL_SHARD": {"fsdp.shard_size": None, "fsdp.bucket_cap_mb": None},
         "SHARD_GRAD_OP": {
-
+            "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE", "fsdp.bucket_cap_mb": None,
         },
         "HYBRID_SHARD": {"fsdp.bucket_cap_mb": None},
         "HYBRID_SHARD_ZERO2": {
@@ -51,7 +51,6 @@ def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
         },
         "NO_SHARD": {
             "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
-
         },
     }  # fmt: skip
 

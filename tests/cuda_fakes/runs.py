@@ -45,7 +45,7 @@ from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
-from fsdptrain.validate import costs, dry_run, machine, node_check
+from fsdptrain.validate import dry_run, machine, node_check
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.request import Request
 
@@ -215,10 +215,10 @@ def validations(folder: Path) -> None:
     plan = plan_of(folder, 1, device="cuda", model__attn_implementation="auto", fsdp__mixed_precision={})
     request, findings = Request(plan), Findings()
     dry_run.dry_run(request, findings)
-    print("validate", findings.problems, costs.hardware_here(plan), flush=True)
+    print("validate", findings.problems, dry_run.hardware_here(plan), flush=True)
     unknown = SimpleNamespace(name="a card that is in no table", total_memory=MEMORY)
     with mock.patch.object(torch.cuda, "get_device_properties", lambda *_: unknown):
-        costs.check_step(request, None, None, None, findings, None)  # type: ignore[arg-type]
+        dry_run.check_step(request, None, None, None, findings, None)  # type: ignore[arg-type]
     print("validate, unknown", findings.notes, flush=True)
     machine.attention_available("flash_attention_2")
     os.environ["MASTER_PORT"] = str(unused_port())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -13,15 +12,14 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.reader import load
-from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import changes, render
 from fsdptrain.forecast import search as advise
 from fsdptrain.forecast.changes import (
     changes_that_save_memory,
     command_text,
-    leaner_kinds,
     micro_batches,
+    other_kinds,
     override_words,
     relief_lines,
 )
@@ -32,7 +30,6 @@ from fsdptrain.forecast.search import RECOMPUTATION, Advice, ranked, search
 from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
-from fsdptrain.text import wrapped
 
 H100 = KNOWN["h100-80gb"]
 MEMORY = 1000
@@ -73,7 +70,7 @@ class FakeForecaster:
         return Forecast(
             fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks=peaks,
             memory_bytes=self.memory, peak_bytes=need, reserved_bytes=need, overhead_bytes=0, host_bytes=0,
-            moment="loss", breakdown={}, textbook={}, collectives=[], flops=1, model_flops=1, step_s=step,
+            moment="loss", breakdown={}, collectives=[], flops=1, model_flops=1, step_s=step,
             step_s_range=[step] * 2, compute_s=step - self.idle, communication_s=0, exposed_s=0,
             tokens_per_s=1000 / step, mfu=0.4, hardware="h100-80gb", method="pretended",
         )  # fmt: skip
@@ -160,11 +157,9 @@ def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> Non
     ask = FakeForecaster(state=8000, activations=1)
     found = advice(plan_of(tmp_path), ask)
     assert found.options[0].cpu_offload and found.options[0].fits
-    assert not any(leaner.option.cpu_offload for leaner in found.leaner), "other kinds of training are to avoid it"
     assert found.options[-1].own and not found.options[-1].fits
     first = next(i for i, plan in enumerate(ask.asked) if plan.recipe.fsdp.cpu_offload)
-    own_kind = leaner_kinds(plan_of(tmp_path))
-    later = [plan.recipe.fsdp.cpu_offload for plan in ask.asked[first:] if leaner_kinds(plan) == own_kind]
+    later = [plan.recipe.fsdp.cpu_offload for plan in ask.asked[first:]]
     assert all(later) and len(later) > 1
     ask = FakeForecaster(activations=1)
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
@@ -222,54 +217,11 @@ def test_on_one_gpu_shallow_copies_would_run_with_another_strategy(tmp_path: Pat
     assert shallow.depths(plan_of(tmp_path, "fsdp.cpu_offload=true", ranks=1)) == (4, 8)
 
 
-def test_the_plans_known_so_far_are_reported_after_each_forecast(tmp_path: Path) -> None:
-    ask, known, settled = FakeForecaster(activations=300), [], []
-    found = advice(plan_of(tmp_path), ask, so_far=known.append, progress=lambda *each: settled.append(each[:2]))
-    assert len(known[0].options) + len(known[0].failed) == 2  # the recipe's own plan, and the first
-    assert all(each.options == ranked(each.options) for each in known) and len(known) >= found.tried
-    assert known[-1].best == found.best and {"FULL_SHARD", "NO_SHARD"} <= {o.strategy for o in known[-1].options}
-    steps = [after[0] - before[0] for before, after in itertools.pairwise(settled)]
-    assert steps.count(1) >= 5 and settled[-1][0] <= settled[-1][1], "a plan is counted when it is forecast"
-
-
 def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
-    assert found.best is None and not found.leaner
+    assert found.best is None
     assert [(option.own, option.fits) for option in found.options] == [(True, False)]
     assert "no plan fits" in render.advice_lines(found)
-
-
-def test_bfloat16_master_weights_are_shown_as_a_change_of_numerics(tmp_path: Path) -> None:
-    class OnlyNarrow(FakeForecaster):
-        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-            self.memory = 1000 if plan.recipe.model.dtype == "bfloat16" else 1
-            return super().__call__(plan, hardware, **job)
-
-    found = advice(plan_of(tmp_path), OnlyNarrow(), parameters=0)
-    assert found.best is None and len(found.leaner) == 1
-    assert found.leaner[0].option.overrides["model.dtype"] == "bfloat16"
-    ((name, words),) = render.advice_commands(found)
-    assert "changes the numerics" in name
-    assert {"model.dtype=bfloat16", "fsdp.activation_checkpointing=full"} <= {*words}
-
-
-KINDS = ("adamw_8bit", "bfloat16 master weights", "LoRA", "QLoRA")
-BYTES = {"adamw_8bit": 0.6, "lora": 0.4, "qlora": 0.1}  # of the state, by optimizer and adapter
-
-
-@dataclasses.dataclass
-class ForecasterOfKinds(FakeForecaster):
-    """Its plans need less with 8-bit moments, and with adapters."""
-
-    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-        recipe = plan.recipe
-        share = BYTES.get(recipe.adapter.kind or recipe.optim.name, 1.0)
-        return dataclasses.replace(self, state=int(self.state * share)).forecast(plan, hardware, self.asked)
-
-    def forecast(self, plan: Plan, hardware: Any, asked: list[Plan]) -> Forecast:
-        found = FakeForecaster.__call__(self, plan, hardware)
-        asked.append(plan)
-        return found
 
 
 def pretrained_plan(tmp_path: Path, *overrides: str, **shape: int) -> Plan:
@@ -281,75 +233,34 @@ FLOAT8 = ("train.float8=rowwise", "fsdp.mixed_precision.param_dtype=bfloat16")
 
 
 @pytest.mark.parametrize("written", [(), ("export.dtype=float32",), ("export.dtype=bfloat16",), FLOAT8])
-def test_other_kinds_of_training_are_offered_where_all_else_needs_offload(
-    tmp_path: Path, written: tuple[str, ...]
-) -> None:
+def test_other_kinds_of_training_are_accepted_by_the_recipe(tmp_path: Path, written: tuple[str, ...]) -> None:
     plan = pretrained_plan(tmp_path, *written)
-    found = advice(plan, ForecasterOfKinds(state=6000, activations=1))
-    assert found.best and found.best.cpu_offload
-    assert [leaner.kind.name for leaner in found.leaner] == [*KINDS]
-    assert not any(leaner.option.cpu_offload or leaner.option in found.options for leaner in found.leaner)
-    titles = [name for name, _ in render.advice_commands(found)][-4:]
-    assert ["what is trained" in title for title in titles] == [False, False, True, True]
-    assert ["the numerics" in title for title in titles] == [True, True, False, True]
-    for leaner in found.leaner:
-        pasted = pretrained_plan(tmp_path, *written, *command_text(leaner.option.overrides).split())
-        assert pasted == varied(plan, leaner.option.overrides)
-    assert not advice(plan, ForecasterOfKinds(state=800, activations=1)).leaner, "a plan without offload fits"
-    least = advice(plan, ForecasterOfKinds(state=200_000, activations=1, memory=2100))
-    assert [(leaner.kind.name, leaner.option.cpu_offload) for leaner in least.leaner] == [
-        ("LoRA", True),
-        ("QLoRA", True),
-    ]
+    assert len(other_kinds(plan)) == 4
+    for overrides in other_kinds(plan):
+        pasted = pretrained_plan(tmp_path, *written, *command_text(overrides).split())
+        assert pasted == varied(plan, overrides)
 
 
 def test_what_is_offered_depends_on_what_is_trained(tmp_path: Path) -> None:
-    def names(*overrides: str) -> list[str]:
-        return [kind.name for kind in leaner_kinds(pretrained_plan(tmp_path, *overrides))]
+    def found(*overrides: str, pretrained: bool = True) -> list[str]:
+        plan = (pretrained_plan if pretrained else plan_of)(tmp_path, *overrides)
+        return [command_text(change).split()[0] for change in other_kinds(plan)]
 
-    assert names() == [*KINDS]
-    assert names("optim.name=lion", "model.dtype=bfloat16") == ["LoRA", "QLoRA"]
-    assert names("adapter.kind=lora", "export.adapter=both") == ["QLoRA"]
-    assert names("adapter.kind=lora", "export.adapter=both", "adapter.use_dora=true") == []
-    assert names("adapter.kind=qlora", "export.adapter=both") == []
-    assert names("model.trainable=[layers.3]") == [*KINDS[:2]]
-    assert [kind.name for kind in leaner_kinds(plan_of(tmp_path))] == [*KINDS[:2]], "adapters need pretrained weights"
+    numerics = ["optim.name=adamw_8bit", "model.dtype=bfloat16"]
+    lora, qlora = "adapter.kind=lora", "adapter.kind=qlora"
+    assert found() == [*numerics, lora, qlora]
+    assert found("optim.name=lion", "model.dtype=bfloat16") == [lora, qlora]
+    assert found(lora, "export.adapter=both") == [qlora]
+    assert found(lora, "export.adapter=both", "adapter.use_dora=true") == []
+    assert found(qlora, "export.adapter=both") == []
+    assert found("model.trainable=[layers.3]") == numerics
+    assert found(pretrained=False) == numerics, "adapters need pretrained weights"
 
 
 def test_micro_batches_in_float8_have_a_multiple_of_16_tokens(tmp_path: Path) -> None:
     words = ("data.seq_len=24", "train.micro_batch_size=2", "train.global_batch_size=16")
     assert changes.micro_batches(plan_of(tmp_path, *words)) == [1, 2, 4]
     assert changes.micro_batches(plan_of(tmp_path, *words, *FLOAT8)) == [2, 4]
-
-
-def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
-    plan = pretrained_plan(tmp_path, ranks=8)
-    ask = ForecasterOfKinds(state=9000, activations=10, memory=1000)
-    found = advice(plan, ask, 750, count_cards=True)
-    assert found.cards == {"full": 16, "adamw_8bit": 8, "bfloat16 master weights": 8, "LoRA": 4, "QLoRA": 1}
-    assert "full 16, adamw_8bit 8, bfloat16 master weights 8, LoRA 4, QLoRA 1" in wrapped(
-        render.cards_line(found, "h100-80gb"), 200
-    )
-    more = advice(plan, ask, 1, count_cards=True)
-    assert more.cards == found.cards, "more than the state may be divided over the cards"
-    adapters = advice(
-        pretrained_plan(tmp_path, "adapter.kind=lora", "export.adapter=both", ranks=8), ask, 750, count_cards=True
-    )
-    assert adapters.cards == found.cards, "they do not depend on what the recipe trains"
-    nodes_of_two = advice(pretrained_plan(tmp_path, nodes=2, ranks=2), ask, 750, count_cards=True)
-    assert nodes_of_two.cards == found.cards | {"full": 10, "adamw_8bit": 6, "bfloat16 master weights": 6}
-    shared = advice(pretrained_plan(tmp_path, "parallel.context=4", ranks=8), ask, 750, count_cards=True)
-    assert shared.cards == found.cards | {"QLoRA": 4} and not shared.failed, "fewer cards cannot share rows"
-    wide = "parallel.context=16"
-    assert {*advice(pretrained_plan(tmp_path, wide, nodes=2, ranks=8), ask, 750, count_cards=True).cards.values()} == {
-        16
-    }
-    never = advice(plan, ForecasterOfKinds(activations=10_000), 750, count_cards=True)
-    assert set(never.cards.values()) == {None} and "full more than 64 nodes, " in wrapped(
-        render.cards_line(never, "h100-80gb"), 200
-    )
-    sizes = {asked.topology.world_size: asked.recipe.train.global_batch_size for asked in ask.asked}
-    assert all(batch % cards == 0 for cards, batch in sizes.items())
 
 
 def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
@@ -381,17 +292,10 @@ def test_ranking_prefers_speed_and_among_about_equals_free_memory(tmp_path: Path
     assert ranked([slow, refused, tight, fast]) == [fast, slow, tight, refused]
 
 
-def test_every_strategy_is_shown_and_nothing_that_is_slower_and_larger(tmp_path: Path) -> None:
+def test_the_fastest_are_shown_and_the_own_plan(tmp_path: Path) -> None:
     option = advice(plan_of(tmp_path), FakeForecaster(activations=1)).options[0]
-
-    def made(strategy: str, step: float, need: int, own: bool = False) -> advise.Option:
-        return dataclasses.replace(option, strategy=Strategy[strategy], step_s=step, needed_bytes=need, own=own)
-
-    full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
-    slow, worse, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
-    kept = render._shown(ranked([*full, slow, worse, own]))
-    assert len(kept) == render.ADVICE_SHOWN and slow in kept and own in kept and worse not in kept
-    assert kept == ranked(kept)
+    options = [dataclasses.replace(option, step_s=1.0 + i, own=i == 11) for i in range(12)]
+    assert render.shown_options(options) == [*options[: render.ADVICE_SHOWN], options[11]]
 
 
 WRITTEN = (
@@ -411,10 +315,10 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
     micros = micro_batches(plan)
     assert micros == [1, 2, 4]
-    for ladder in [*changes.ladders_of(plan, False), *changes.ladders_of(plan, True)]:
-        for ranks in ladder.sizes:
+    for strategy in [*changes.strategies_to_try(plan, False), *changes.strategies_to_try(plan, True)]:
+        for ranks in strategy.sizes:
             for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
-                overrides = changes.overrides_of(plan, ladder, ranks, recomputation, micro)
+                overrides = changes.overrides_of(plan, strategy, ranks, recomputation, micro)
                 pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
                 assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
 
@@ -485,13 +389,13 @@ def test_a_model_that_cannot_be_shallow_is_simulated_in_full(tmp_path: Path) -> 
     assert found.best and not found.failed and all(option.exact for option in found.options)
 
 
-def test_on_a_cpu_one_forecaster_is_used_and_progress_reaches_the_total(tmp_path: Path) -> None:
+def test_on_a_cpu_one_forecaster_is_used(tmp_path: Path) -> None:
     ask, idle = FakeForecaster(activations=1), FakeForecaster()
     plan = plan_of(tmp_path)
     own = ask(plan, CPU)
-    progress: list[tuple[int, int]] = []
-    search(plan, CPU, own, [ask, idle], Counts(1, 1), progress=lambda done, total: progress.append((done, total)))
-    assert not idle.asked and progress[-1][0] == progress[-1][1] == 3 * 4 * 3
+    progress: list[int] = []
+    found = search(plan, CPU, own, [ask, idle], Counts(1, 1), progress=progress.append)
+    assert not idle.asked and progress == [*range(1, found.tried + 1)]
 
 
 LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are coarse beside small ones
@@ -590,10 +494,9 @@ def test_out_of_memory_of_a_plan_that_should_fit_points_to_other_processes(tmp_p
 
 def test_out_of_memory_names_other_kinds_of_training_where_all_else_needs_offload(tmp_path: Path) -> None:
     plan = pretrained_plan(tmp_path)
-    lines = relief_lines(plan, H100_START, ForecasterOfKinds(state=6000, activations=1))
-    titles = [line for line in lines if line.startswith("fits with ")]
-    assert [title.split(";")[0] for title in titles] == [f"fits with {name}" for name in KINDS]
-    assert not any("which" in line for line in relief_lines(plan, H100_START, ForecasterOfKinds(activations=400)))
+    lines = relief_lines(plan, H100_START, FakeForecaster(state=6000, activations=1))
+    assert lines[-1].startswith("these also need less memory, but change") and "adapter.kind=qlora" in lines[-1]
+    assert "adapter.kind" not in str(relief_lines(plan, H100_START, FakeForecaster(activations=400)))
 
 
 @pytest.mark.parametrize("start", [None, {"device": "NVIDIA T1000", "device_memory_bytes": 4e9}])

@@ -13,11 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import proposal
-from fsdptrain.validate.findings import Outcome
 from fsdptrain.validate.init_recipe import read_starter
-from fsdptrain.validate.request import INTERRUPTED
 
 PAIR = ("chosen", "rejected")
 
@@ -94,18 +90,6 @@ def test_the_held_out_split_of_every_configuration_is_one_glob_relative_to_the_r
         data = load(Path(dest)).recipe.data
         up = "../" if "/" in dest else ""
         assert data.path == f"{up}data" and data.eval == {"path": f"{up}data/**/test-00000-of-00001.jsonl*"}
-
-
-def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_rows(tmp_path / "a.jsonl", 4)
-    best = {"fits": True, "overrides": {"fsdp.strategy": "NO_SHARD"}}
-    report = {"chosen": {"data.seq_len": 64}, "advice": {"options": [best]}}
-    outcome = Outcome("", [], [INTERRUPTED], [], [], [], 0, report)
-    monkeypatch.setattr(proposal, "run_dry_run", lambda *_: outcome)
-    starter = read_starter([str(tmp_path / "a.jsonl")], "org/name", tmp_path / "recipe.yaml")
-    made = proposal.propose(starter, "2xh100", Screen())
-    assert made.text and "strategy: FULL_SHARD" in made.text and made.forecast == []
-    assert made.outcome.notes == ["Ctrl-C stopped the search for the fastest plan: the recipe has the default one"]
 
 
 def test_init_estimates_from_bytes_without_a_tokenizer(tmp_path: Path) -> None:

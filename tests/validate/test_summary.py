@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,15 @@ from pseudo_terminal import Terminal
 from rich.console import Console
 from support import fsdptrain, write_recipe
 
-from fsdptrain import processes
 from fsdptrain.config.reader import load
 from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
 from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
-from fsdptrain.processes import Interrupted, interrupt
 from fsdptrain.terminal.page import Page
-from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request, make_request, run_dry_run
-from fsdptrain.validate.summary import show_outcome
+from fsdptrain.validate.findings import Findings, show_outcome
+from fsdptrain.validate.request import Request, make_request
 
 WIDTHS = [60, 80, 120]
 GIB = 2**30
@@ -175,7 +168,7 @@ HEADINGS = [
     "Model",
     "Disk",
     "Host memory of a node",
-    "Memory of the worst rank",
+    "Peak memory (highest rank)",
     "Communication per step",
     "Time",
 ]
@@ -218,38 +211,6 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
 def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
     done = fsdptrain("validate", write_recipe(tmp_path), "--price-per-gpu-hour", "2", "--json")
     assert done.returncode == 2 and "no GPUs" in json.loads(done.stdout)["problems"][0]
-
-
-INTERRUPTED = """
-import dataclasses, json, os, signal, sys, time
-from fsdptrain.validate.findings import Findings
-sys.stdin.readline()
-findings = Findings(lambda record: print(json.dumps(record), flush=True))
-findings.forecast = "fits"
-if "so far" in sys.argv:
-    findings.send_outcome("so far")
-time.sleep(0.3)  # until the record is read
-os.kill(os.getppid(), signal.SIGINT)
-time.sleep(60)
-"""
-
-
-def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xH100", trust_remote_code=False)
-    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt)))
-    for argument in ("so far", "nothing yet"):
-        command = [sys.executable, "-c", INTERRUPTED, argument]
-        monkeypatch.setattr(processes, "child_command", lambda *_, command=command: command)
-        with Screen() as screen:
-            if argument == "nothing yet":
-                with pytest.raises(Interrupted):
-                    run_dry_run(asked, screen)
-                continue
-            outcome = run_dry_run(asked, screen)
-        assert outcome.verdict == "fits" and outcome.notes == outcome.report["notes"]
-        assert "Ctrl-C stopped the search for other plans" in outcome.notes[-1]
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
