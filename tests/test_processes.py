@@ -32,7 +32,7 @@ from fsdptrain.errors import CheckpointError, DataError, Stopped, is_disk_full
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
-from fsdptrain.run_folder.files import SCRATCH_LOCK, scratch_folder, try_lock
+from fsdptrain.run_folder.files import scratch_folder
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import printable
 
@@ -96,52 +96,6 @@ def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.Mo
     with Child("any", keep_errors=True) as child, pytest.raises(TimeoutError):
         child.ask({"do": "nothing"}, wait=lambda: waits.append(1), limit_s=0.1)
     assert waits and child.code == -signal.SIGKILL
-
-
-HOLD = """
-from fsdptrain.run_folder.files import scratch_folder
-with scratch_folder() as folder: print(folder, flush=True); input()
-"""
-
-
-def test_the_scratch_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with contextlib.ExitStack() as stack:
-        killed, living = (
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                    env=environment(TMPDIR=str(tmp_path)),
-                )
-            )
-            for _ in range(2)
-        )  # fmt: skip
-        folders = [Path((process.stdout or sys.stdin).readline().strip()) for process in (killed, living)]
-        assert all(folder.is_dir() for folder in folders)
-        killed.kill()
-        killed.wait()
-        (tmp_path / "fsdptrain-notes").mkdir()  # of the user
-        with scratch_folder() as mine:
-            assert [folder.is_dir() for folder in (*folders, mine)] == [False, True, True]
-        living.communicate("\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["fsdptrain-notes"]
-
-
-def test_a_scratch_folder_that_another_process_finds_before_it_is_locked_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = [tmp_path / "found", tmp_path / "new"]
-    for path in found:
-        path.mkdir()
-    names, held = iter(found), try_lock(found[0] / SCRATCH_LOCK)  # by the process that is about to remove it
-    assert held is not None
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: str(next(names)))
-    with scratch_folder() as mine:
-        assert mine.parent == found[1]
-    os.close(held)
 
 
 @pytest.mark.parametrize(

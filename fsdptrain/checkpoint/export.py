@@ -6,7 +6,6 @@ rest is the same.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.card import Origin, write_cards
-from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
+from fsdptrain.checkpoint.export_check import POLL_S, Comparison, Sample
 from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.manifest import (
@@ -34,7 +33,6 @@ from fsdptrain.checkpoint.manifest import (
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG
-from fsdptrain.checkpoint.writer import ExportResult
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
 from fsdptrain.model.config import read_config
@@ -66,15 +64,6 @@ def gathered_tensors(
         yield tensors_on_cpu
 
 
-def checkpoint_tensors(
-    checkpoint: CheckpointReader, unsharded: PreTrainedModel, groups: list[list[str]]
-) -> Iterator[Tensors]:
-    """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
-    tensors = trained_state(unsharded)
-    for group in groups:
-        yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
-
-
 def export_live(
     model: nn.Module,
     unsharded: PreTrainedModel,
@@ -101,9 +90,6 @@ def export_live(
         between_groups()
         time.sleep(POLL_S)
 
-    def check_base() -> None:
-        check_unchanged(plan, stamps, checkpointer.identity)
-
     tensors = gathered_tensors(model, what.trained_groups, writes, between_groups)
     failure: Exception | None = None
     if writes:
@@ -112,6 +98,7 @@ def export_live(
             try:
                 with output_lock(rundir.export):
                     origin = Origin(rundir, step, checkpointer.identity)
+                    check_base = partial(check_unchanged, plan, stamps, checkpointer.identity)
                     fields = _write(
                         origin, what, tensors, rundir.export, reporter.progress, comparison, wait, check_base
                     )
@@ -152,8 +139,11 @@ def export_checkpoint(
     plan = replace(plan, trust_remote_code=trusted)
     best = best or (step is None and plan.recipe.export.which == "best")
     folder = _choose_checkpoint(rundir, plan, step, screen.say, best)
-    with _removal_reported(folder, plan):
+    try:
         fields = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
+    except (CheckpointError, OSError):
+        _reject_removed(folder, plan)  # which may be the cause
+        raise
     screen.show({"event": "export", **fields})
     screen.summary(0.0)
 
@@ -182,19 +172,12 @@ def _write_checkpoint(
         CheckpointReader(folder) as checkpoint,
         Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
     ):
-        tensors = checkpoint_tensors(checkpoint, what.trained, what.trained_groups)
+        state = trained_state(what.trained)
+        tensors = (
+            {name: checkpoint.whole(f"model.{name}", state[name]) for name in group} for group in what.trained_groups
+        )
         origin = Origin(rundir, manifest.step, manifest.identity)
         return _write(origin, what, tensors, out, progress, comparison, wait)
-
-
-@contextlib.contextmanager
-def _removal_reported(folder: Location, plan: Plan) -> Iterator[None]:
-    """Raise what `_reject_removed` raises instead of an error that the removal of a checkpoint causes in the block."""
-    try:
-        yield
-    except (CheckpointError, OSError):
-        _reject_removed(folder, plan)
-        raise
 
 
 def _reject_removed(folder: Location, plan: Plan) -> None:
@@ -273,14 +256,12 @@ def _write(
     done = what.write(tensors, out, progress, before, check, check_base)
     if is_recorded:
         write_export_record(rundir, origin.step, done.files, sums)
-    return {"step": origin.step, **_fields(what, out, done), **comparison.fields}
-
-
-def _fields(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
-    """Return what was written, and where, for the event `export`."""
-    fields = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
-    fields |= {"adapter": what.adapter} if what.adapter else {}
-    return fields | ({"kept": str(done.kept)} if done.kept else {})
+    fields = {"step": origin.step, "path": str(out), "bytes": done.bytes, "dtype": what.dtype, **comparison.fields}
+    if what.adapter:
+        fields["adapter"] = what.adapter
+    if done.kept:
+        fields["kept"] = str(done.kept)
+    return fields
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:

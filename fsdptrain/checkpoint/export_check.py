@@ -1,22 +1,228 @@
-"""A process that opens an export as its user does, with transformers and peft, and computes logits with it on the CPU.
+"""Compare an export with the model that was trained, before it replaces an earlier one.
 
-`checkpoint.comparison` starts it, sends one job, and gets the logits (safetensors) behind a record with their size.
+A fresh process opens the folder as its user does, with transformers and peft, and computes logits for a few rows on the
+CPU (`main`): safetensors behind a record with their size. They are compared with those of the trained model. It starts
+before the export is written, because importing transformers takes seconds.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from fsdptrain.checkpoint.shards import Tensors
+from fsdptrain.config.optimizers import NF4_BYTES
+from fsdptrain.errors import CheckpointError
 from fsdptrain.model.config import own_classes
 from fsdptrain.model.patches import import_quietly, use_torch_operators
 from fsdptrain.model.skeleton import auto_class
 from fsdptrain.model.weights import stored_names
-from fsdptrain.processes import answer_parent, records_of_parent
+from fsdptrain.plan.limits import available_memory
+from fsdptrain.processes import Child, answer_parent, child_environment, records_of_parent, threads_for
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.text import duration, size
+
+ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
+
+# The largest mean difference of logits, as a part of their spread, by the coarser dtype of training and export.
+# Rounding gives less: in models of three layers 1e-6 in float32 and 1e-2 in bfloat16, whose numbers have 8 bits. If it
+# grows with the square root of the depth, 80 layers give 5e-2. A wrong export gives about 1; one whose adapter has no
+# effect gives what the adapter changes. The rounding of the logits themselves is allowed as well: where they are far
+# from zero (GPT-2's are near -100), it is the larger part.
+LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.15}
+
+QUANTISING_BYTES = 15  # a number of a weight that bitsandbytes quantises on a CPU: copies in float32, codes in int32
+LONGEST_S = 1800.0  # to open an export; then it is not compared
+
+# In the last error of the other process: it failed because of this machine, not because of the export.
+OF_THE_MACHINE = ("MemoryError", "can't allocate memory", "not enough memory", "ImportError", "ModuleNotFoundError")
+
+WAY_OUT = (
+    "The new export was removed; the checkpoint is not affected. To export without this check, run the same command "
+    "with export.compare=false, or fsdptrain export with --no-compare"
+)
+
+POLL_S = 0.2  # between checks whether the process is done
+RESERVE = 2 * 2**30  # bytes of host memory besides the weights: libraries, logits, and what others need
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of tokens, and the logits of the trained model for each: float32 [tokens, vocabulary], on rank 0."""
+
+    rows: list[list[int]]
+    logits: list[torch.Tensor]
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to open an export: its folder inside the whole, the dtype, and the host memory that its weights take.
+
+    `unquantised`, for an adapter: the layers that bitsandbytes leaves as they are; None: the base is not quantised.
+    `rounded_to` is the coarser dtype of training and export, whose rounding may be the difference; None: any may be.
+    """
+
+    folder: str
+    dtype: str
+    memory: int
+    rounded_to: str | None
+    adapter: bool = False
+    unquantised: list[str] | None = None
+
+    def job(self, root: Path) -> dict[str, Any]:
+        """Return what `checkpoint.export_check` needs to open it."""
+        extra = {"unquantised": self.unquantised} if self.adapter else {}
+        return {"folder": str(root / self.folder), "dtype": self.dtype, **extra}
+
+
+def fresh_process() -> Child:
+    """Start the process that opens an export, on the CPU: the GPUs are full. It has all cores, because ranks wait."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
+    threads = str(threads_for(len(os.sched_getaffinity(0))))
+    own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
+    return Child("fsdptrain.checkpoint.export_check", own, keep_errors=True)
+
+
+def logits_from(child: Child, job: dict[str, Any], wait: Callable[[], None]) -> Tensors | str:
+    """Return the logits of a job, or why there are none; `wait` is called until they are there, and may raise.
+
+    Raises CheckpointError if transformers or peft cannot open the export.
+    """
+    with child:
+        try:
+            answer = child.ask(job, wait, LONGEST_S)
+        except TimeoutError:
+            return f"opening it took more than {duration(LONGEST_S)}"
+        if answer is not None:
+            return load(child.content(answer["bytes"]))
+        if child.killed:
+            return f"the process that opened it was {child.killed}"
+        print(child.errors(), end="", file=sys.stderr, flush=True)
+        cause = child.last_error() or f"exit code {child.code}"
+    if any(word in cause for word in OF_THE_MACHINE):
+        return f"a fresh process could not open it: {cause}"
+    raise CheckpointError(f"it cannot be opened in a fresh process: {cause}. {WAY_OUT}")
+
+
+class Comparison:
+    """The comparison of one export with the trained model; `fields` are its part of the event `export`."""
+
+    def __init__(
+        self, sample: Sample | None, ways: dict[str, Way], trust: bool, progress: Progress, wait: Callable[[], None]
+    ) -> None:
+        """Without `sample` the export is only opened, and without `ways` to do this not even that.
+
+        `trust`: the model's own code may run. `wait` is called while the other process works; it may raise.
+        """
+        self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
+        self.fields: dict[str, Any] = {}
+        self._child = None
+        try:
+            obstacle = memory_obstacle(ways)
+            self._child = fresh_process() if ways and not obstacle else None
+        except OSError as error:
+            obstacle = f"no process could be started: {error.strerror}"
+        if obstacle:
+            self.fields[self._omission] = obstacle
+
+    @property
+    def _omission(self) -> str:
+        """The name of the field that says why nothing was compared, or without a sample why nothing was opened."""
+        return "not_compared" if self._sample else "not_opened"
+
+    def check(self, root: Path) -> None:
+        """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
+        if self._child is None:
+            return
+        sample = self._sample
+        self._progress("comparing the export with the trained model" if sample else "opening the export", 0, 0)
+        exports = {name: way.job(root) for name, way in self._ways.items()}
+        job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
+        answer = logits_from(self._child, job, self._wait)
+        if isinstance(answer, str):
+            self.fields[self._omission] = answer
+        elif sample:
+            self.fields["compared"] = differences(sample, self._ways, answer)
+        else:
+            self.fields["opened"] = True
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._child:
+            self._child.close()
+
+
+def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[dict[str, Any]]:
+    """Return, for each way to open an export, how far its logits are from those of the trained model.
+
+    Raises CheckpointError if they are not finite, or farther than rounding explains.
+    """
+    found = []
+    for name, way in ways.items():
+        opened = torch.cat([answer[f"{name}.{number}"] for number in range(len(sample.rows))])
+        trained = torch.cat(sample.logits)
+        far, spread = (_centred(opened) - _centred(trained)).abs(), _centred(trained).abs()
+        distance = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
+        tokens, limit = sum(map(len, sample.rows)), None
+        if way.rounded_to:
+            rounding = torch.finfo(getattr(torch, way.rounded_to)).eps * trained.abs().mean().item()
+            limit = LIMITS[way.rounded_to] * distance["spread"] + rounding
+        if not math.isfinite(distance["mean"]) or (limit is not None and distance["mean"] > limit):
+            raise CheckpointError(
+                f"the export ({name}) does not compute what was trained: on {tokens} tokens its logits differ by "
+                f"{distance['mean']:.3g} on average and {distance['largest']:.3g} at most"
+                + (f", and rounding explains {limit:.3g} on average" if limit is not None else "")
+                + f". {WAY_OUT}"
+            )
+        judged = {"limit": limit, "rounded_to": way.rounded_to}
+        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **distance, **judged})
+    return found
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits less the mean of their token: what is common to all logits of a token changes no probability."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def coarser(*dtypes: str) -> str:
+    """Return the dtype with the largest limit."""
+    return max(dtypes, key=LIMITS.__getitem__)
+
+
+def memory_obstacle(ways: dict[str, Way]) -> str | None:
+    """Return why the host's memory does not hold an export, opened by another process; None if it does."""
+    needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
+    if needed <= available:
+        return None
+    return f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
+
+
+def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
+    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4.
+
+    Those need more while bitsandbytes quantises the largest of them, on a CPU all of it at once.
+    """
+    in_nf4, width = {f"{name}.weight" for name in quantised}, getattr(torch, dtype).itemsize
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    kept = sum(size * (NF4_BYTES if name in in_nf4 else width) for name, size in sizes.items())
+    return round(kept + QUANTISING_BYTES * max((sizes[name] for name in in_nf4), default=0))
+
+
+# --- in the fresh process --------------------------------------------------------------------------------------------
 
 
 def open_model(folder: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -57,7 +263,7 @@ def _from_pretrained(name: str, revision: str | None = None, trust_remote_code: 
 
 
 def open_export(export: dict[str, Any], **options: Any) -> Any:
-    """Return the model of an export that `comparison.Way.job` describes."""
+    """Return the model of an export that `Way.job` describes."""
     folder, dtype = export["folder"], getattr(torch, export["dtype"])
     if "unquantised" in export:
         return open_adapter(folder, dtype, export["unquantised"], **options)

@@ -98,7 +98,9 @@ class CheckpointReader:
             for name, shape in self.shapes.items() if files is None else ():
                 spans = sorted(self.spans(name))
                 _reject_gaps(folder, name, shape, [first for first, _ in spans], [sum(span) for span in spans])
-                self._reject_several_dtypes(name)
+                dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
+                if len(dtypes) > 1:
+                    raise CheckpointError(f"{folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
             self._stack = stack.pop_all()
 
     def __enter__(self) -> CheckpointReader:
@@ -113,11 +115,8 @@ class CheckpointReader:
         if not isinstance(places, dict) or places.keys() != set(opened.keys()):
             raise ValueError("its `places` do not match its tensors")
         for name, place in places.items():
-            if (
-                not isinstance(place, list)
-                or not place
-                or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place)
-            ):
+            is_list = isinstance(place, list) and place
+            if not is_list or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place):
                 raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
             (first, *shape), rows = place, opened.get_slice(name)
             if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
@@ -127,11 +126,6 @@ class CheckpointReader:
                     f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
                 )
             self._pieces.setdefault(name, []).append((first, rows))
-
-    def _reject_several_dtypes(self, name: str) -> None:
-        dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
-        if len(dtypes) > 1:
-            raise CheckpointError(f"{self.folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
 
     def spans(self, name: str) -> list[tuple[int, int]]:
         """Return the first row and the number of rows of each piece of a tensor in the open files."""
@@ -210,13 +204,8 @@ class RemoteTensors:
     def __exit__(self, *exception: object) -> None:
         self._opened.__exit__(*exception)
 
-    def metadata(self) -> dict[str, str] | None:
-        """Return the metadata in the header."""
-        return self._opened.metadata()
-
-    def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._opened.keys())
+    def __getattr__(self, name: str) -> Any:  # `metadata` and `keys` are of the header
+        return getattr(self._opened, name)
 
     def get_slice(self, name: str) -> RemoteRows:
         """Return a tensor of which rows can be read."""
@@ -229,13 +218,8 @@ class RemoteRows:
     def __init__(self, path: ObjectPath, holes: Any, start: int) -> None:
         self._path, self._holes, self._start = path, holes, start
 
-    def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
-        return list(self._holes.get_shape())
-
-    def get_dtype(self) -> str:
-        """Return the dtype as the file names it."""
-        return str(self._holes.get_dtype())
+    def __getattr__(self, name: str) -> Any:  # `get_shape` and `get_dtype` are of the header
+        return getattr(self._holes, name)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         empty = self._holes[:0]

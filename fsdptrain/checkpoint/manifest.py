@@ -24,7 +24,7 @@ from fsdptrain.config.keys import flat
 from fsdptrain.config.mixture import mixture_changes
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
-from fsdptrain.plan.plan import KEEPS_STATE, LAYOUT_KEY
+from fsdptrain.plan.plan import HAS_MOMENTUM, LAYOUT_KEY
 from fsdptrain.run_folder.files import NOTHING_THERE, regular_file_status, system_errors
 from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, field_fault
 from fsdptrain.run_folder.rundir import RunDir
@@ -94,7 +94,6 @@ def read_manifest(folder: Location) -> Manifest:
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
-    fields = {"skipped": 0, "loss_scale": None} | fields
     if fields.keys() != FIELDS.keys():
         raise CheckpointError(f"{path} is not a valid manifest: its fields are {reprlib.repr(sorted(fields))}")
     if fault := field_fault(fields, FIELDS):
@@ -129,12 +128,14 @@ def _read_bytes(path: Location) -> bytes:
 
 
 def _are_files(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(_is_file(name, entry) for name, entry in value.items())
-
-
-def _is_file(name: str, entry: Any) -> bool:
-    known = isinstance(entry, dict) and entry.keys() == ENTRY.keys() and not field_fault(entry, ENTRY)
-    return known and bool(FILE_NAME.fullmatch(name) and SHA256.fullmatch(entry["sha256"]))
+    if not isinstance(value, dict) or not value:
+        return False
+    for name, entry in value.items():
+        if not isinstance(entry, dict) or entry.keys() != ENTRY.keys() or field_fault(entry, ENTRY):
+            return False
+        if not FILE_NAME.fullmatch(name) or not SHA256.fullmatch(entry["sha256"]):
+            return False
+    return True
 
 
 def _is_scale(value: Any) -> bool:
@@ -268,7 +269,7 @@ def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem
     if layout_before != layout_now:
         raise OtherVersion(
             "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
-            f"updates from the same recipe (layout {layout_before or 'not recorded'}; this version: {layout_now}): "
+            f"updates from the same recipe (layout {layout_before}; this version: {layout_now}): "
             f"continue with that version, or {ANOTHER_RUN}"
         )
     values_before = flat(Recipe()) | before
@@ -296,40 +297,36 @@ def recipe_key(path: str) -> str:
     if path.startswith(RESOLVED):
         return f"model.config.{path.removeprefix(RESOLVED)}"
     fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
-    return fields.get(path) or path.removesuffix(".content").removesuffix(KEEPS_STATE)
+    return fields.get(path) or path.removesuffix(".content").removesuffix(HAS_MOMENTUM)
 
 
 def _changed(path: str, before: Any, now: Any) -> Problem:
-    if path.startswith(RESOLVED):
-        message = (
-            f"was {before!r} in the run to resume, is {now!r} now: restore it in the config.json of the model (or the "
-            f"version of transformers, if this is a default), or {ANOTHER_RUN}"
-        )
-    elif path == CODE_KEY:
+    if path == CODE_KEY:
         files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        flag = "pass --trust-remote-code" if before else "leave out --trust-remote-code"
-        way_out = "restore it" if before and now else flag
-        message = f"its own code differs from that of the run to resume ({listed(files)}): {way_out}, or {ANOTHER_RUN}"
+        message = (
+            f"its own code differs from that of the run to resume ({listed(files)}): restore it, and pass "
+            "--trust-remote-code as before"
+        )
     elif path in DIFFERENT:
-        digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
-        message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)
+        message = DIFFERENT[path].format(f"(digest {now[:DIGITS]}, was {before[:DIGITS]})")
     elif path == "data.sources":
-        message = f"{mixture_changes(before, now)}, so the run would train on another stream: {ANOTHER_RUN}"
-    elif path.endswith(KEEPS_STATE):
+        message = f"{mixture_changes(before, now)}, so the run would train on another stream"
+    elif path.endswith(HAS_MOMENTUM):
         was, what = ("not 0", "0") if before else ("0", "not 0")
-        message = f"was {was} in the run to resume, is {what} now; {ANOTHER_RUN}"
+        message = f"was {was} in the run to resume, is {what} now"
     else:
-        message = f"was {before!r} in the run to resume, is {now!r} now; {ANOTHER_RUN}"
-    return Problem(message, recipe_key(path))
+        message = f"was {before!r} in the run to resume, is {now!r} now"
+        if path.startswith(RESOLVED):
+            message += ": restore it in the config.json of the model (a default: the version of transformers)"
+    return Problem(f"{message}; or {ANOTHER_RUN}", recipe_key(path))
 
 
 # What is compared by a digest → the message if it differs.
 DIFFERENT = {
-    BASE_KEY: "the files of the model differ from those that the run to resume has frozen {digests}, and checkpoints "
-    "hold only what is trained: put those files back, or {another_run}",
-    DATA_KEY: "the data differs from that of the run to resume {digests}: put that data back, or {another_run}",
-    TOKENIZER_KEY: "the tokenizer or its chat template differs from that of the run to resume {digests}: put its files "
-    "back, or {another_run}",
-    TOKENS_KEY: "the same rows became other tokens than in the run to resume {digests}: restore pinned.json, which has "
-    "the date of the chat template, or the versions of transformers and tokenizers; or {another_run}",
+    BASE_KEY: "the files of the model differ from those that the run to resume has frozen {}, and checkpoints hold "
+    "only what is trained: put those files back",
+    DATA_KEY: "the data differs from that of the run to resume {}: put that data back",
+    TOKENIZER_KEY: "the tokenizer or its chat template differs from that of the run to resume {}: put its files back",
+    TOKENS_KEY: "the same rows became other tokens than in the run to resume {}: restore pinned.json, which has the "
+    "date of the chat template, or the versions of transformers and tokenizers",
 }

@@ -37,20 +37,9 @@ from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
 WITHOUT_EFFECT = (
-    "name",
-    "output_dir",
-    "checkpoint.",
-    "log.",
-    "launch.",
-    "export.at_end",
-    "export.compare",
-    "eval.patience",
-    "eval.best_of",
-    "world_size",
-    "device",
-    "version",
-    "libraries.",
-)
+    "name", "output_dir", "checkpoint.", "log.", "launch.", "export.at_end", "export.compare", "eval.patience",
+    "eval.best_of", "world_size", "device", "version", "libraries.",
+)  # fmt: skip
 
 Changes = dict[str, list[Any]]  # key → [old, new]
 
@@ -126,8 +115,11 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
     evaluated = plan.recipe.data.eval is None or before.has("eval", step)
     best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
-    all_done = evaluated and _is_exported(rundir, plan, [*best, step][0], export)
-    return EarlierAttempts(step, all_done, trained=True)
+    # An export without a record counts: it was exported before the record was lost.
+    exported = not plan.recipe.export.at_end or (
+        is_there(rundir.export) and export_has(rundir, export.files) and export.step in (None, [*best, step][0])
+    )
+    return EarlierAttempts(step, evaluated and exported, trained=True)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
@@ -137,10 +129,9 @@ def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
         return
     newest, here = (max(run.checkpoint_steps(), default=0) for run in (before, rundir))
     if newest > here:
-        found = f"none newer than that of step {here}" if here else "none"
         raise RecipeError(
-            f"checkpoint.path: the checkpoints of this run are in {before.storage}, up to step {newest}, and there are "
-            f"{found} in {rundir.storage}: copy them there, or set checkpoint.path as it was"
+            f"checkpoint.path: the checkpoints of this run are in {before.storage}, up to step {newest}, and those in "
+            f"{rundir.storage} end at step {here}: copy them there, or set checkpoint.path as it was"
         )
 
 
@@ -151,17 +142,12 @@ def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: Export
     if not finished and export.step is None:
         return
     holds = f"{'a finished run' if finished else 'an export'} ({step if finished else export.step} steps)"
-    start_over = "choose another `name` or output_dir, or delete this folder"
     damaged = [*map(checkpoint_name, rundir.checkpoint_steps()), *rundir.storage.other_names()[0]]
-    if damaged:
-        raise RecipeError(
-            f"output_dir: {rundir.root} holds {holds}, but all its checkpoints are damaged: {listed(damaged)} in "
-            f"{rundir.storage}. To compare one with its checksums, remove its ending .damaged and run `fsdptrain "
-            f"verify {rundir.root}`: a run continues from an intact one. To start over, {start_over}"
-        )
+    fate = f"damaged ({listed(damaged)} in {rundir.storage})" if damaged else "gone"
     raise RecipeError(
-        f"output_dir: {rundir.root} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
-        f"replace the export. To start over, {start_over}"
+        f"output_dir: {rundir.root} holds {holds}, but its checkpoints are {fate}: training would start at step 0 and "
+        "replace the export. Restore one (of a damaged one remove its ending .damaged, and compare it with "
+        f"`fsdptrain verify {rundir.root}`), choose another `name` or output_dir, or delete this folder"
     )
 
 
@@ -226,9 +212,8 @@ def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> st
         f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
         f"data that it names, differs from what was trained:{lines}\n"
         "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
-        "eval.patience) to continue this one"
-        + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
-        + ("; for others, use `fsdptrain export RUN_DIR --best` or --step N" if "export.which" in changed else "")
+        "eval.patience) to continue this one; another export is written by `fsdptrain export RUN_DIR` with --dtype, "
+        "--best or --step N"
     )
 
 
@@ -264,13 +249,6 @@ def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | 
         with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
             plan = open_plan(path)
         yield fields, plan
-
-
-def _is_exported(rundir: RunDir, plan: Plan, step: int, record: ExportRecord) -> bool:
-    """Return whether the export of this step is whole (or is not wanted); an export without a record counts."""
-    if not plan.recipe.export.at_end:
-        return True
-    return is_there(rundir.export) and export_has(rundir, record.files) and record.step in (None, step)
 
 
 _MISSING = object()

@@ -93,7 +93,8 @@ class Checkpointer:
         self.wait()
         started = time.monotonic()
         copy, place = self.world.place
-        own = share_of_copy(self._shards(model, optimizer), copy, self.world.replicas, writes_whole=place == 0)
+        shards = shards_of(model, optimizer, self.plan.recipe.optim)
+        own = share_of_copy(shards, copy, self.world.replicas, writes_whole=place == 0)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
         self._saved.add(step)
@@ -234,27 +235,18 @@ class Checkpointer:
 
         Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
-        newest, damaged = self.from_rank_zero("list the checkpoints", self._newest_and_damaged)
-        if damaged and not newest:
+        steps = self.from_rank_zero("list the checkpoints", self.storage.steps)
+        damaged = self.from_rank_zero("list the checkpoints", self.storage.other_names)[0]
+        if damaged and not steps:
             raise CheckpointError(f"only damaged checkpoints are left: {', '.join(damaged)}")
-        return int(newest)
-
-    def _newest_and_damaged(self) -> tuple[int, list[str]]:
-        return max(self.storage.steps(), default=0), self.storage.other_names()[0]
+        return max(steps, default=0)
 
     def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here are of another model, other data or another tokenizer."""
-        before = self.from_rank_zero("read the newest manifest", self._newest_identity)
-        problems = resume_problems(before, self.identity) if before else []
+        before = self.from_rank_zero("read the newest manifest", partial(newest_manifest, self.rundir))
+        problems = resume_problems(before.identity, self.identity) if before else []
         if any(self.world.gather_objects(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
-
-    def _newest_identity(self) -> dict[str, Any] | None:
-        manifest = newest_manifest(self.rundir)
-        return manifest.identity if manifest else None
-
-    def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
-        return shards_of(model, optimizer, self.plan.recipe.optim)
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.
@@ -284,10 +276,13 @@ class Checkpointer:
             if not problems:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
                 manifest = self.from_rank_zero(f"read {folder}", partial(read_manifest, folder))
-                self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
+                shards = shards_of(model, optimizer, self.plan.recipe.optim)
+                self._load(folder, sorted(manifest.files), shards)
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)
-            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, step, problems))
+            aside = self.from_rank_zero(f"set {folder} aside", partial(self.storage.set_aside, step))
+            report = partial(self.write_event, "set_aside", path=aside, problems=problems)
+            self._on_rank_zero(f"report {aside}", report)
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
@@ -298,9 +293,6 @@ class Checkpointer:
         found = self._on_every_rank(action, partial(find_pieces, folder, files, shards, share))
         pieces = np.concatenate(self.world.gather_objects(found))
         self._on_every_rank(action, partial(load_checkpoint, folder, files, shards, pieces))
-
-    def _set_aside(self, step: int, problems: list[str]) -> None:
-        self.write_event("set_aside", path=self.storage.set_aside(step), problems=problems)
 
     def _verify(self, folder: Location) -> list[str]:
         """Return what is wrong with a checkpoint; every rank reads its share of the files.
@@ -377,7 +369,10 @@ def write_shards(
     # One thread waits for the disk while the other computes the checksum: of the memory, not of the file.
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(fsync, path)
-        entry = {"bytes": sum(map(len, pieces)), "sha256": checksum_of(pieces)}
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+        entry = {"bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
         synced.result()
     delivered = deliver(path)
     if delivered.stat().st_size != entry["bytes"] or (read_back and not file_holds(delivered, pieces)):
@@ -402,14 +397,6 @@ def pieces_of_file(path: Path, tensors: dict[str, torch.Tensor]) -> Pieces:
         memoryview(length + text),
         *(tensors[name].view(-1).view(torch.uint8).numpy().data for name in order),
     ]
-
-
-def checksum_of(pieces: Pieces) -> str:
-    """Return the SHA-256 of the pieces one after another, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def file_holds(path: Location, pieces: Pieces) -> bool:

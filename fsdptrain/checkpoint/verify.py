@@ -41,17 +41,18 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     source = None
     with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
         source = open_plan(rundir.plan).recipe.eval.best_of
-    losses = read_losses(rundir.metrics, source)
+    whole = {each["step"] for each in checkpoints if not each["problems"]}
+    newest = _newest_undamaged(checkpoints)
     set_aside, left_over = rundir.storage.other_names()
     export = _survey_export(rundir) if is_there(rundir.export) else None
-    found = [*checkpoints, *([export] if export else [])]
+    found = [*checkpoints, export] if export else checkpoints
     return {
         "run": str(rundir.root),
         "checkpoints": checkpoints,
         "set_aside": set_aside,
         "left_over": left_over,
-        "resume": _resume_step(checkpoints),
-        "best": next(iter(by_loss(losses, {each["step"] for each in checkpoints if not each["problems"]})), None),
+        "resume": None if newest is None or newest["problems"] else newest["step"],
+        "best": next(iter(by_loss(read_losses(rundir.metrics, source), whole)), None),
         "best_of": source,
         "export": export,
         "good": bool(checkpoints) and not any(part["problems"] for part in found),
@@ -60,12 +61,15 @@ def survey(rundir: RunDir) -> dict[str, Any]:
 
 def show_survey(found: dict[str, Any], screen: Screen) -> None:
     """Show a survey: one row per checkpoint and export, then what a resume would do."""
-    rows = [_row(f"step {checkpoint['step']}", checkpoint) for checkpoint in found["checkpoints"]]
-    rows += [_row("export", found["export"])] if found["export"] else []
-    if rows:
+    parts = {f"step {checkpoint['step']}": checkpoint for checkpoint in found["checkpoints"]}
+    if found["export"]:
+        parts["export"] = found["export"]
+    if parts:
+        rows = [
+            [what, size(part["bytes"]), str(part["files"]), "; ".join(part["problems"]) or "good"]
+            for what, part in parts.items()
+        ]
         screen.table(["what", "size", "files", "state"], rows)
-    if found["export"] and found["export"]["note"]:
-        screen.say(f"export: {found['export']['note']}")
     for name in found["set_aside"]:
         screen.say(f"{name}: a run found it damaged and set it aside")
     for name in found["left_over"]:
@@ -83,10 +87,6 @@ def show_survey(found: dict[str, Any], screen: Screen) -> None:
         screen.say("a resume is refused: only the version that wrote the newest checkpoint can continue from it")
 
 
-def _row(what: str, part: dict[str, Any]) -> list[str]:
-    return [what, size(part["bytes"]), str(part["files"]), "; ".join(part["problems"]) or "good"]
-
-
 def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     folder, refused, total, files = rundir.checkpoint(step), None, 0, 0
     try:
@@ -99,12 +99,6 @@ def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     return survey | {name: isinstance(refused, kind) for name, kind in kinds.items()}
 
 
-def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:
-    """Return the step that a resume loads: the newest good one, unless it is refused because of a newer one."""
-    newest = _newest_undamaged(checkpoints)
-    return None if newest is None or newest["problems"] else int(newest["step"])
-
-
 def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the newest checkpoint that is good, or that is refused and not known to be damaged."""
     candidates = (c for c in reversed(checkpoints) if not c["problems"] or c["other_version"] or c["unreadable"])
@@ -112,10 +106,7 @@ def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | Non
 
 
 def _survey_export(rundir: RunDir) -> dict[str, Any]:
-    """Open the files of the export, compare the index with them, and all with the sizes and checksums in export.json.
-
-    Earlier versions recorded no checksums; `note` says so.
-    """
+    """Open the files of the export, and compare them with the index and with the sizes and checksums in export.json."""
     folder, record, unreadable = rundir.export, ExportRecord(), False
     try:
         record = read_export_record(rundir)
@@ -124,10 +115,8 @@ def _survey_export(rundir: RunDir) -> dict[str, Any]:
     except CheckpointError as error:
         problems, unreadable = [str(error)], isinstance(error, StorageError)
     sizes = [size for size, _ in file_stamps(folder).values()]
-    note = "no checksums were recorded (an earlier version wrote it): contents were not compared"
     return {
         "path": str(folder), "bytes": sum(sizes), "files": len(sizes), "problems": problems, "unreadable": unreadable,
-        "note": None if problems or record.sums else note,
     }  # fmt: skip
 
 

@@ -93,7 +93,10 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         earlier = inspect_earlier_attempts(rundir, plan)
         if first and not earlier.finished:
             _check_places(plan, rundir)
-            _mark_checkpoints(rundir)
+            place = rundir.checkpoint_folder or rundir.checkpoint_store
+            if place and marked_run(place) != str(rundir.root):
+                with _os_errors_as_recipe_errors(rundir, place):
+                    mark_checkpoints(place, str(rundir.root))
             with _os_errors_as_recipe_errors(rundir):
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())
@@ -221,16 +224,6 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     )
 
 
-def _mark_checkpoints(rundir: RunDir) -> None:
-    place = rundir.checkpoint_folder or rundir.checkpoint_store
-    if place is None or marked_run(place) == str(rundir.root):
-        return
-    with _os_errors_as_recipe_errors(rundir, place):
-        if isinstance(place, Path):
-            place.mkdir(parents=True, exist_ok=True)
-        mark_checkpoints(place, str(rundir.root))
-
-
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError for a model or data inside the run folder, and for data that would include files of the run."""
     model = plan.recipe.model
@@ -302,14 +295,6 @@ def lock_for_export(rundir: RunDir) -> Iterator[None]:
         yield
 
 
-def _node_name() -> str:
-    """Return a file name part that is different on every node."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not Linux
-        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
-    return "-".join(parts)
-
-
 @contextlib.contextmanager
 def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """Lock the run folder; of several nodes, the first locks it and each locks it for its machine.
@@ -318,8 +303,12 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{_node_name()}"):
-            raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
+        if several:
+            node = [socket.gethostname()]
+            with contextlib.suppress(OSError):  # not Linux
+                node += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
+            if not _try_lock(stack, rundir, rundir.logs / f"lock-{'-'.join(node)}"):
+                raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
         first = lock_run(stack, rundir)
         if not first and not several:
             raise FolderInUse(f"output_dir: another run is using {rundir.root}")
@@ -363,17 +352,11 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
             f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
             "the output of the first rank, and start all nodes with the same command"
         )
-    changes = plan_changes(json.loads(found.to_json()), plan)
-    differences = describe_changes(changes)
-    if any(key == "version" or key.startswith("libraries.") for key in changes):
-        raise RecipeError(
-            f"{host} does not have the versions of the first node ({'; '.join(differences)}): install the same on all "
-            f"nodes, or stop the other run in {rundir.root} ({waited})"
-        )
+    differences = describe_changes(plan_changes(json.loads(found.to_json()), plan))
     details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
-        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
-        f"the other run in {rundir.root}; {apart} (this is {host})"
+        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command and "
+        f"versions, or stop the other run in {rundir.root}; {apart} (this is {host})"
     )
 
 
@@ -385,9 +368,5 @@ def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = N
     except OSError as error:
         if is_disk_full(error):
             raise disk_full_error(error) from None
-        place = (
-            f"checkpoint.path: cannot write to {checkpoints}"
-            if checkpoints
-            else f"output_dir: cannot write to {rundir.root}"
-        )
-        raise RecipeError(f"{place}: {error.strerror}") from None
+        field = "checkpoint.path" if checkpoints else "output_dir"
+        raise RecipeError(f"{field}: cannot write to {checkpoints or rundir.root}: {error.strerror}") from None

@@ -54,7 +54,7 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 LAYOUT = 6
 
 LAYOUT_KEY = "layout"  # of LAYOUT in an identity
-KEEPS_STATE = ".kept"  # after a key of the recipe in an identity: not 0, so that the optimizer keeps state for it
+HAS_MOMENTUM = ".kept"  # after a key of the recipe in an identity: not 0, so that the optimizer keeps state for it
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
@@ -358,7 +358,7 @@ class Plan:
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:
-            same[f"optim.{keeps_if}{KEEPS_STATE}"] = bool(recipe[f"optim.{keeps_if}"])
+            same[f"optim.{keeps_if}{HAS_MOMENTUM}"] = bool(recipe[f"optim.{keeps_if}"])
         return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def shared(self) -> Plan:

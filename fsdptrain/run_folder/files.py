@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import os
 import secrets
-import shutil
 import socket
 import stat
 import tempfile
@@ -21,7 +19,6 @@ from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
 LEFT_S = 3600  # after which a file that is not renamed will never be
-SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
 
 WAYS_OUT = {
     errno.EACCES: "give this user the rights to it",
@@ -166,34 +163,9 @@ def try_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty temporary folder, and remove those that killed processes of this user have left."""
-    prefix = f"{SCRATCH}{socket.gethostname()}-"  # a lock may not reach the other hosts that share the place
-    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        _remove_unless_locked(left)
-    with full_tmpdir_errors():
-        folder, descriptor = _locked_folder(prefix)
-    try:
-        with full_tmpdir_errors():
-            content = folder / "content"
-            content.mkdir()
-            yield content
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _locked_folder(prefix: str) -> tuple[Path, int | None]:
-    """Make a temporary folder and lock it; return it, and the descriptor of its lock, if there is one."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
-        try:
-            if (descriptor := try_lock(folder / SCRATCH_LOCK)) is not None:
-                return folder, descriptor  # else another process found it before it was locked, and will remove it
-        except FileNotFoundError:  # and here has removed it
-            continue
-        except OSError:  # this file system has no locks, so no process finds it unlocked
-            return folder, None
+    """Yield an empty temporary folder, which is removed in the end. Raise as `full_tmpdir_errors` does."""
+    with full_tmpdir_errors(), tempfile.TemporaryDirectory(prefix="fsdptrain-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 @contextlib.contextmanager
@@ -218,17 +190,6 @@ def _tmpdir_is_full() -> bool:
     except OSError as error:
         return is_disk_full(error)
     return False
-
-
-def _remove_unless_locked(scratch: Path) -> None:
-    """Remove a folder of this user that `scratch_folder` made, if its process lives no more."""
-    with contextlib.suppress(OSError):
-        status = scratch.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            return
-        if (descriptor := try_lock(scratch / SCRATCH_LOCK)) is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-            os.close(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.errors import FolderLost, RecipeError, Unreadable
 from fsdptrain.run_folder.files import (
@@ -29,7 +30,7 @@ from fsdptrain.run_folder.files import (
     unused_name,
     write_atomically,
 )
-from fsdptrain.run_folder.records import MAX_BYTES, json_object, read_object, read_text
+from fsdptrain.run_folder.records import MAX_BYTES, json_object, read_object
 from fsdptrain.run_folder.rundir import MARK, RunDir
 from fsdptrain.run_folder.storage import Location, ObjectPath
 
@@ -55,6 +56,8 @@ def mark_checkpoints(folder: Location, run: str) -> None:
     Raises FileExistsError if another run has marked it a moment ago.
     """
     text, mark = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n", folder / MARK
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
     replaced = marked_run(folder)  # that of this run at another place
     if replaced is None and _create(mark, text):
         return
@@ -101,16 +104,16 @@ class FolderWatch:
         """Raise FolderLost if the folder was removed, renamed or replaced."""
         if is_at(self._descriptor, self._path):
             return
-        place, now = self._rundir.root, None
+        now = "(deleted)"
         with contextlib.suppress(OSError):  # not Linux
-            now = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-        ended = "while the run was using it, so the run was ended"
-        if now and not str(now).endswith(" (deleted)"):
-            moved = now.parent if self._path == self._rundir.mark else now
-            way_out = f"to continue, rename it back and run the same command, or run it with output_dir={moved}"
-            raise FolderLost(f"output_dir: {place} was renamed to {moved} {ended}: {way_out}")
-        rest = "delete what is left of it, then " if place.exists() and not is_marked(place) else ""
-        raise FolderLost(f"output_dir: {place} was removed {ended}: {rest}the same command begins a new run there")
+            now = os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115
+        lost = "removed"
+        if not now.endswith("(deleted)"):
+            lost = f"renamed to {Path(now).parent if self._path == self._rundir.mark else now}"
+        raise FolderLost(
+            f"output_dir: {self._rundir.root} was {lost} while the run was using it, so the run was ended: to "
+            "continue, restore the folder and run the same command; to begin a new run, delete what is left of it"
+        )
 
     def close(self) -> None:
         """Stop watching."""
@@ -162,9 +165,8 @@ def make_scratch(target: Path) -> Path:
         else:
             with contextlib.suppress(OSError):
                 path.rmdir()  # an empty folder: its process was killed before it wrote the mark, or after it removed it
-    scratch = target.with_name(
-        f"{name}-{uuid.uuid4().hex[:8]}"
-    )  # unique also where hosts do not see each other's locks
+    # The name is unique also where hosts do not see each other's locks.
+    scratch = target.with_name(f"{name}-{uuid.uuid4().hex[:8]}")
     scratch.mkdir()
     write_mark(scratch)
     return scratch
@@ -207,26 +209,22 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     for name, stamp in written.items():
         if _stamp(old / name) == stamp and (old / name).parent.resolve().is_relative_to(root):
             (old / name).unlink()
-    # Move the user's files into the new folder, unless they could be loaded as a part of the model.
+    # Move the user's files into the new folder, unless from_pretrained could load them as a part of the new model.
+    parts = {Path(name).parts[0] for name in written if name != CARD}
     for path in old.iterdir():
+        of_model = path.name in parts or any(fnmatchcase(path.name, pattern) for pattern in WEIGHTS)
         if path.is_dir() and not path.is_symlink() and _is_empty(path):
             path.rmdir()
-        elif not os.path.lexists(out / path.name) and not _may_be_part_of_model(path.name, written):
+        elif not of_model and not os.path.lexists(out / path.name):
             path.rename(out / path.name)
     with contextlib.suppress(OSError):
         old.rmdir()
     return old if old.exists() else None
 
 
-def _may_be_part_of_model(name: str, written: Stamps) -> bool:
-    """Return whether from_pretrained could load a file or folder of an older export as a part of the new one."""
-    names = {Path(path).parts[0] for path in written if path != CARD}
-    return name in names or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
-
-
-def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[str, str] | None = None) -> None:
+def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[str, str]) -> None:
     """Write the record of the export: its step, its files, and their SHA-256."""
-    record = {"step": step, "files": written, "sha256": sums or {}}
+    record = {"step": step, "files": written, "sha256": sums}
     write_atomically(rundir.export_record, json.dumps(record, indent=2))
 
 
@@ -236,7 +234,7 @@ class ExportRecord:
 
     step: int | None = None  # None: there is no record, or one that counts as none
     files: Stamps = field(default_factory=dict)  # that were written into it
-    sums: dict[str, str] = field(default_factory=dict)  # their SHA-256; empty if an earlier version wrote them
+    sums: dict[str, str] = field(default_factory=dict)  # their SHA-256
     fault: str | None = None  # why a record that is there counts as none
 
 
@@ -251,7 +249,7 @@ def read_export_record(rundir: RunDir) -> ExportRecord:
         return ExportRecord(fault=f"{path.name}: {str(error).removeprefix(f'{path}: ')}; it counts as none")
     try:
         files = {name: [int(size), int(changed)] for name, (size, changed) in record["files"].items()}
-        sums = {name: str(digest) for name, digest in record.get("sha256", {}).items()}
+        sums = {name: str(digest) for name, digest in record["sha256"].items()}
         return ExportRecord(int(record["step"]), files, sums)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return ExportRecord(fault=f"{path.name}: not the record of an export; it counts as none")
@@ -281,12 +279,11 @@ def install_assets(scratch: Path, folder: Path) -> None:
     write_atomically(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
 
 
-def _recorded_assets(folder: Path) -> dict[str, list[int] | None]:
-    """Return the files that the mark of a `model` folder lists, with stamps (earlier versions wrote none)."""
+def _recorded_assets(folder: Path) -> dict[str, Any]:
+    """Return the files that the mark of a `model` folder lists, with their stamps."""
     try:
-        listed = json.loads(read_text(folder / MARK))
-        return dict(listed) if isinstance(listed, dict) else {str(name): _stamp(folder / str(name)) for name in listed}
-    except (*NOTHING_THERE, ValueError, TypeError, RecursionError):
+        return read_object(folder / MARK)
+    except (*NOTHING_THERE, Unreadable):
         return {}
 
 

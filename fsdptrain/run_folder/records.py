@@ -1,4 +1,4 @@
-"""Read what a run has written: one table of its events, one reader, one fold of the records to the state of a run.
+"""Read what a run has written: a table of its events, a reader, and `RunState`, which rebuilds a run's state.
 
 A run folder may come from anyone, and a disk may damage it. So a record is used only if it comes from a regular file,
 is one JSON object of bounded size, and has the fields of its event with the types in EVENTS. No torch.
@@ -361,11 +361,11 @@ class Tail:
             self._faults[f"{self._path.name} line {self._line}"] = fault
 
 
-# --- folding ---------------------------------------------------------------------------------------------------------
+# --- state -----------------------------------------------------------------------------------------------------------
 
 
 class RunState:
-    """The state of a run, folded from its records: what counts after all that later attempts have undone.
+    """Rebuilds a run's state from its event log: what counts after all that later attempts have undone.
 
     A `resume` event undoes the events of all later steps, one of step 0 also that step's. So does a `step` event whose
     step was there before. Of the `step` events only the newest is kept: a long run has millions.
@@ -386,7 +386,7 @@ class RunState:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> RunState:
-        """Fold records in the order in which they were written."""
+        """Return the state after records, in the order in which they were written."""
         state = cls()
         for record in records:
             state.add(record)

@@ -110,16 +110,17 @@ class RunDir:
     @property
     def checkpoint_folder(self) -> Path | None:
         """The local folder of the checkpoints, if it is not the one in this folder."""
-        folder = (
-            Path(self.checkpoint_path) if self.checkpoint_path and not URL.fullmatch(self.checkpoint_path) else None
-        )
+        if self.checkpoint_path is None or URL.fullmatch(self.checkpoint_path):
+            return None
+        folder = Path(self.checkpoint_path)
         return None if folder == self.checkpoints else folder
 
     @property
     def checkpoint_store(self) -> ObjectPath | None:
         """The place of the checkpoints, if it is in an object store."""
-        url = self.checkpoint_path if self.checkpoint_path and URL.fullmatch(self.checkpoint_path) else None
-        return object_path(url) if url else None
+        if self.checkpoint_path is None or not URL.fullmatch(self.checkpoint_path):
+            return None
+        return object_path(self.checkpoint_path)
 
     @cached_property
     def storage(self) -> CheckpointStorage:

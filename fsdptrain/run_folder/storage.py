@@ -14,7 +14,6 @@ import io
 import os
 import re
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 S3FS_TRIES = 2  # its default, 5, is 25 when it reads
 READ_BYTES = 2**25  # in one request
+EXISTS_ALREADY = "{} exists already and is not overwritten: move it away"
 PROBE = ".fsdptrain-probe"  # an object that is written and removed to learn whether that is allowed
 
 
@@ -213,88 +213,35 @@ def store_errors(place: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class CheckpointStorage(ABC):
-    """The checkpoints of one run. Every rank may read, and calls `staging` and `deliver`; rank 0 does the rest."""
+class CheckpointStorage:
+    """The checkpoints of one run, in a folder that all ranks see: `step-N.tmp` is renamed to `step-N` when complete.
+
+    Every rank may read, and calls `staging` and `deliver`; rank 0 does the rest.
+    """
 
     folder: Path  # on the local disk, to which every rank writes
-
-    @abstractmethod
-    def checkpoint(self, step: int) -> Any:
-        """Return the folder of a checkpoint (a Location); it exists only if the checkpoint is complete."""
-
-    @abstractmethod
-    def steps(self) -> list[int]:
-        """Return the steps that have a published checkpoint, in ascending order; raises StorageError if unknown."""
-
-    @abstractmethod
-    def staging(self, step: int) -> Path:
-        """Return the local folder into which every rank writes its file; `prepare` comes first."""
-
-    @abstractmethod
-    def deliver(self, step: int, path: Path) -> Location:
-        """Bring a file from the staging folder to where it stays until `publish`; return that place."""
-
-    @abstractmethod
-    def remove_leftovers(self) -> None:
-        """Make sure that checkpoints can be written, and remove what an interrupted save or removal left."""
-
-    @abstractmethod
-    def prepare(self, step: int) -> None:
-        """Begin a save; raises CheckpointError if there is such a checkpoint already."""
-
-    @abstractmethod
-    def publish(self, step: int, manifest: bytes) -> None:
-        """Make the checkpoint exist, with this manifest; raises CheckpointError as `prepare` does."""
-
-    @abstractmethod
-    def discard(self, step: int) -> None:
-        """Remove what a failed save has written."""
-
-    @abstractmethod
-    def remove(self, step: int) -> None:
-        """Remove a checkpoint, so that a part of it is never taken for a whole one."""
-
-    @abstractmethod
-    def set_aside(self, step: int) -> str:
-        """Rename a damaged checkpoint to `.damaged`, `.damaged-2`, …, so that no run loads it; return its new path."""
-
-    @abstractmethod
-    def other_names(self) -> tuple[list[str], list[str]]:
-        """Return the names of what was set aside, and of what an interrupted save or removal left."""
-
-    @abstractmethod
-    def size_of(self, step: int) -> tuple[int, int]:
-        """Return the bytes of a checkpoint and the number of its files."""
-
-    @abstractmethod
-    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
-        """Return how much of the disk of `folder` is taken by `checkpoints` of `total` bytes, all ranks together."""
-
-    @abstractmethod
-    def bytes_held(self) -> int:
-        """Return how much of the local disk the checkpoints take now."""
-
-
-@dataclass(frozen=True)
-class _LocalStorage(CheckpointStorage):
-    """Checkpoints in a folder that all ranks see: written to `step-N.tmp`, published by renaming it to `step-N`."""
 
     def __str__(self) -> str:
         return str(self.folder)
 
-    def checkpoint(self, step: int) -> Path:
+    def checkpoint(self, step: int) -> Any:
+        """Return the folder of a checkpoint (a Location); it exists only if the checkpoint is complete."""
         return self.folder / checkpoint_name(step)
 
     def steps(self) -> list[int]:
+        """Return the steps that have a published checkpoint, in ascending order; raises StorageError if unknown."""
         return _steps(self._names())
 
     def staging(self, step: int) -> Path:
+        """Return the local folder into which every rank writes its file; `prepare` comes first."""
         return self.folder / f"{checkpoint_name(step)}.tmp"
 
-    def deliver(self, step: int, path: Path) -> Path:
+    def deliver(self, step: int, path: Path) -> Location:
+        """Bring a file from the staging folder to where it stays until `publish`; return that place."""
         return path
 
     def remove_leftovers(self) -> None:
+        """Make sure that checkpoints can be written, and remove what an interrupted save or removal left."""
         self._make_folder()
         for path in self.folder.glob("step-*"):
             if UNFINISHED.fullmatch(path.name):
@@ -302,6 +249,7 @@ class _LocalStorage(CheckpointStorage):
                     remove_checkpoint(path)
 
     def prepare(self, step: int) -> None:
+        """Begin a save; raises CheckpointError if there is such a checkpoint already."""
         scratch = self.staging(step)
         _reject_existing(self.checkpoint(step))
         remove_checkpoint(scratch)
@@ -316,6 +264,7 @@ class _LocalStorage(CheckpointStorage):
             fsync(self.folder.parent)
 
     def publish(self, step: int, manifest: bytes) -> None:
+        """Make the checkpoint exist, with this manifest; raises CheckpointError as `prepare` does."""
         scratch, target = self.staging(step), self.checkpoint(step)
         (scratch / MANIFEST_NAME).write_bytes(manifest)
         fsync(scratch / MANIFEST_NAME)
@@ -325,16 +274,19 @@ class _LocalStorage(CheckpointStorage):
         fsync(target.parent)
 
     def discard(self, step: int) -> None:
+        """Remove what a failed save has written."""
         with contextlib.suppress(OSError, StorageError):
             remove_checkpoint(self.staging(step))
 
     def remove(self, step: int) -> None:
+        """Remove a checkpoint, so that a part of it is never taken for a whole one."""
         trash = self.folder / f"{checkpoint_name(step)}.old"
         remove_checkpoint(trash)
         self.checkpoint(step).rename(trash)
         remove_checkpoint(trash)
 
     def set_aside(self, step: int) -> str:
+        """Rename a damaged checkpoint to `.damaged`, `.damaged-2`, …, so that no run loads it; return its new path."""
         folder = self.checkpoint(step)
         aside = unused_name(folder.with_name(f"{folder.name}.damaged"))
         folder.rename(aside)
@@ -342,18 +294,22 @@ class _LocalStorage(CheckpointStorage):
         return str(aside)
 
     def other_names(self) -> tuple[list[str], list[str]]:
+        """Return the names of what was set aside, and of what an interrupted save or removal left."""
         names = self._names()
         unfinished = [*fnmatch.filter(names, "step-*.tmp"), *fnmatch.filter(names, "step-*.old")]
         return sorted(fnmatch.filter(names, "step-*.damaged*")), unfinished
 
     def size_of(self, step: int) -> tuple[int, int]:
+        """Return the bytes of a checkpoint and the number of its files."""
         sizes = [path.lstat().st_size for path in self.checkpoint(step).rglob("*") if is_regular_file(path)]
         return sum(sizes), len(sizes)
 
     def bytes_on_disk(self, total: int, checkpoints: int) -> int:
+        """Return how much of the disk of `folder` is taken by `checkpoints` of `total` bytes, all ranks together."""
         return total * checkpoints
 
     def bytes_held(self) -> int:
+        """Return how much of the local disk the checkpoints take now."""
         return sum(self.size_of(step)[0] for step in self.steps())
 
     def _names(self) -> list[str]:
@@ -395,13 +351,29 @@ class _ObjectStorage(CheckpointStorage):
         return target
 
     def remove_leftovers(self) -> None:
-        try_writing(self.root)  # a store that refuses is reported before the first step
+        probe = self.root / PROBE  # a store that refuses is reported before the first step
+        probe.write_bytes(b"fsdptrain tries to write here.\n")
+        probe.remove()
         for path in self.folder.glob("*"):  # of ranks that were killed in a save
             if CHECKPOINT_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         for name in _without_manifest(self._folders()):
             self._remove(name)
-        abort_uploads(self.root / "step-")
+        self._abort_uploads()
+
+    def _abort_uploads(self) -> None:
+        """Abort uploads that killed processes began: S3 keeps their invisible parts, and charges for them.
+
+        A user without the right to list uploads keeps them; a rule of the bucket can remove them.
+        """
+        fs = self.root.fs
+        if not hasattr(fs, "list_multipart_uploads"):
+            return
+        bucket, _, below = self.root.key.partition("/")
+        with contextlib.suppress(StorageError), store_errors(self.root):
+            found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{below}/step-")
+            for upload in found.get("Uploads", []):
+                fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def prepare(self, step: int) -> None:
         self._reject_existing(step)
@@ -462,10 +434,10 @@ class _ObjectStorage(CheckpointStorage):
             (self.root / folder / name).remove()
 
     def _reject_existing(self, step: int) -> None:
-        path = self.checkpoint(step) / MANIFEST_NAME
+        target = self.checkpoint(step)
         with contextlib.suppress(FileNotFoundError):
-            path.lstat()
-            raise CheckpointError(_exists_already(path.parent))
+            (target / MANIFEST_NAME).lstat()
+            raise CheckpointError(EXISTS_ALREADY.format(target))
 
 
 def open_storage(path: str | None, folder: Path) -> CheckpointStorage:
@@ -475,7 +447,7 @@ def open_storage(path: str | None, folder: Path) -> CheckpointStorage:
     """
     found = URL.fullmatch(path or "")
     if not found:
-        return _LocalStorage(Path(path) if path else folder)
+        return CheckpointStorage(Path(path) if path else folder)
     if fault := url_fault(found[0]):
         raise StorageError(f"checkpoint.path: {fault}")
     return _ObjectStorage(folder / "upload", object_path(found[0]))
@@ -493,28 +465,6 @@ def object_path(url: str) -> ObjectPath:
     return ObjectPath(fs, key.rstrip("/"))
 
 
-def try_writing(folder: ObjectPath) -> None:
-    """Write and remove an object in a folder; raise StorageError if the store refuses."""
-    probe = folder / PROBE
-    probe.write_bytes(b"fsdptrain tries to write here.\n")
-    probe.remove()
-
-
-def abort_uploads(prefix: ObjectPath) -> None:
-    """Abort the uploads that killed processes began below a prefix.
-
-    S3 keeps their invisible parts, and charges for them. A user without the right to list uploads keeps them; a rule of
-    the bucket can remove them.
-    """
-    fs = prefix.fs
-    if not hasattr(fs, "list_multipart_uploads"):
-        return
-    bucket, _, below = prefix.key.partition("/")
-    with contextlib.suppress(StorageError), store_errors(prefix):
-        for upload in fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=below).get("Uploads", []):
-            fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-
-
 def _without_manifest(folders: dict[str, dict[str, int]]) -> list[str]:
     return sorted(name for name, objects in folders.items() if _steps([name]) and MANIFEST_NAME not in objects)
 
@@ -527,11 +477,7 @@ def _steps(names: Iterable[str]) -> list[int]:
 def _reject_existing(target: Path) -> None:
     """Raise CheckpointError when something has this name: a checkpoint never replaces anything."""
     if os.path.lexists(target):
-        raise CheckpointError(_exists_already(target))
-
-
-def _exists_already(target: object) -> str:
-    return f"{target} exists already and is not overwritten: move it away"
+        raise CheckpointError(EXISTS_ALREADY.format(target))
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdptrain.checkpoint.comparison import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
+from fsdptrain.checkpoint.export_check import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.data.encode import end_tokens

@@ -213,7 +213,7 @@ def test_a_resume_renames_nothing_if_one_rank_cannot_read(folder: Path) -> None:
 def test_what_was_exported_and_where_checkpoints_are_is_not_unknown_if_its_record_cannot_be_read(
     run: RunDir,
 ) -> None:
-    write_export_record(run, 4, {})
+    write_export_record(run, 4, {}, {})
     for path, reading in ((run.export_record, read_export_record), (run.plan, lambda run: RunDir.open(run.root))):
         path.chmod(0)
         with as_nobody(), pytest.raises(StorageError, match=rf"{path} cannot be read: .*\(errno 13, EACCES\)"):

@@ -11,14 +11,11 @@ import os
 import subprocess
 import sys
 import tarfile
-import warnings
 from pathlib import Path
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from plan.test_gpus import write_nvidia_smi
 from support import ROOT, environment
 
@@ -137,32 +134,6 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
         common.run_ranks(tmp_path / "one.py", 2, log=tmp_path / "log", timeout=500)
 
 
-def test_the_archive_has_logs_and_figures_and_no_weights(script: Any, tmp_path: Path) -> None:
-    names = ["a.log", "gpu.md", "profile.json.gz", "runs/8B/metrics.jsonl", "runs/8B/x.safetensors", "cache/y.json"]
-    for name in names:
-        (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "made" / name).touch()
-    with tarfile.open(script.archive(tmp_path / "made")) as packed:
-        assert sorted(packed.getnames()) == [f"made/{name}" for name in names[:4]]
-
-
-def test_checks_of_values_run_side_by_side_after_those_alone(script: Any, tmp_path: Path) -> None:
-    meeting, order = Barrier(2, timeout=20), list[str]()
-
-    def alone(setting: Any) -> Any:
-        order.append(setting.check)
-        return [script.Row(setting.check, "", "ok")]
-
-    def beside(setting: Any) -> Any:
-        meeting.wait()  # fails unless both are here at the same time
-        return alone(setting)
-
-    chosen = {"a": script.Check(beside, 10, alone=False), "b": script.Check(alone, 10)}
-    chosen["c"] = script.Check(beside, 20, alone=False)
-    rows = list(script.run_checks(chosen, a_setting(script, tmp_path), lanes=2))
-    assert order[0] == "b" and {row.what for row in rows if row.verdict == "ok"} == {"a", "b", "c"}
-
-
 @pytest.mark.parametrize("verdict", ["ok", "measured"])
 def test_a_cpu_confirms_nothing_about_a_gpu(script: Any, verdict: str, tmp_path: Path) -> None:
     row = script.Row("what", "figure", verdict)
@@ -243,81 +214,6 @@ def test_the_measured_fields_of_a_card_can_be_put_into_its_row(
     measured = dataclasses.replace(card, **fields)
     for kernel, share in shares.items():  # by what varlen is timed
         assert timing._attention_share("torch_attn::_varlen_attn", measured.with_attention(kernel)) == share[0]
-
-
-def test_other_implementations_of_flash_attention_are_measured(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, active = importlib.import_module("gpu_ranks"), []
-    monkeypatch.setattr(ranks.flash, "installed", lambda major: ["FA3", "FA4"])
-
-    def activate(name: str) -> None:
-        if name == "FA3":
-            raise OSError("no such symbol")
-        active.append(name)
-
-    monkeypatch.setattr(ranks.attention, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(ranks.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
-    monkeypatch.setattr(ranks.attention, "restore_flash_attention_impl", active.pop)
-    monkeypatch.setattr(ranks, "KERNELS", {})
-    monkeypatch.setattr(
-        ranks, "device_of", lambda name: SimpleNamespace(seconds=lambda work: float(work() is not None))
-    )
-    built_in, packed, third, *fourth = ranks.attention_rates("cpu", tiny=True)
-    assert third == {"kernel": "varlen FA3", "kind": "causal", "why": "OSError('no such symbol')"}
-    assert fourth == [row | {"kernel": "varlen FA4"} for row in (built_in, packed)] and packed["backward"] > 0
-    assert not active and ranks.flash.active() is None
-
-
-def test_rows_fit_the_terminal(script: Any) -> None:
-    row = script.Row("curve, compiled, to eager", "largest difference " * 6, "needs a GPU", "equal to the last bit")
-    for width in (60, 120):
-        lines = script.shown(row, width).splitlines()
-        assert lines[0].startswith("needs a GPU   curve, compiled, to eager: largest")
-        assert max(map(len, lines)) <= width and all(line.startswith(" " * 14) for line in lines[1:])
-    assert script.shown(script.Row("hang", "", "failed: ValueError: no"), 60) == "failed        hang: ValueError: no"
-
-
-def test_what_only_cuda_has_is_read_from_torch(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The lines that only CUDA reaches run here on a stand-in with torch's names.
-    device = importlib.import_module("gpu_device")
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-        def elapsed_time(self, end: Any) -> float:
-            return 20.0
-
-    modes: list[str] = []
-    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9, major=9, minor=0)
-    values: dict[str, Any] = {
-        "get_device_properties": lambda number: properties, "device_count": lambda: 1, "Event": Event,
-        "mem_get_info": lambda: (40, 100), "memory_reserved": lambda: 50, "max_memory_allocated": lambda: 30,
-        "max_memory_reserved": lambda: 55, "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None,
-        "set_sync_debug_mode": modes.append, "_sleep": lambda cycles: None,
-    }  # fmt: skip
-    assert all(hasattr(torch.cuda, name) for name in values)
-    for name, value in values.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
-    cuda = device.device_of("cuda")
-    assert cuda.describe()["nccl"] == "2.29.3" and cuda.describe()["capability"] == "9.0"
-    calls: list[int] = []
-    assert cuda.seconds(lambda: calls.append(1), rounds=1, warm_up=0) == pytest.approx(0.02 / len(calls))
-    cuda.synchronize(), cuda.reset_peak()
-    assert cuda.memory() == {"allocated": 30, "reserved": 55, "outside": 10}
-    with cuda.recorded_syncs() as places:
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("another warning", stacklevel=1)
-    assert modes == ["warn", "default"]
-    assert [place.rpartition(":")[0] for place in places] == ["end_to_end/test_gpu_script.py"]
-
-
-def test_the_busy_time_counts_overlapping_kernels_once(script: Any) -> None:
-    device = importlib.import_module("gpu_device")
-    assert device.union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
-    assert device.union([]) == 0.0
 
 
 def test_the_end_of_a_job_ends_the_checks_and_leaves_the_archive(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -172,26 +171,6 @@ def test_plain_transformers_opens_the_export(finished: Any) -> None:
     assert tokenizer.chat_template is None  # the model has seen no conversation
 
 
-def contents(root: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
-
-
-def test_a_finished_run_is_not_changed(finished: Any) -> None:
-    recipe, run = finished[0] / "recipe.yaml", finished[0] / "run"
-    before = contents(run)
-    done = fsdptrain("run", recipe, "log.every=2")  # which does not affect training
-    assert done.returncode == 0, done.stderr
-    assert f"the run in {run} is finished ({STEPS} steps): nothing was trained" in done.stdout
-    assert f'folder = "{run}/export"' in done.stdout
-    for overrides, change in (
-        (["optim.lr=1e-5"], "optim.lr: 0.0003 → 1e-05"),
-        (["train.steps=3"], "train.steps: 6 → 3"),
-    ):
-        done = fsdptrain("run", recipe, *overrides)
-        assert done.returncode == 2 and change in done.stderr and "choose another `name`" in done.stderr
-    assert contents(run) == before
-
-
 def test_a_longer_run_resumes_and_shows_what_was_changed(finished: Any, tmp_path: Path) -> None:
     recipe, run = finished[0] / "recipe.yaml", tmp_path / "run"
     shutil.copytree(finished[0] / "run", run)
@@ -227,14 +206,6 @@ def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_a_resume_that_would_be_another_run_is_refused(finished: Any) -> None:
-    done = fsdptrain("run", finished[0] / "recipe.yaml", "seed=7", "data.seq_len=32")
-    assert done.returncode == 2
-    assert "seed: was 42" in done.stderr and "data.seq_len: was 64" in done.stderr
-    done = fsdptrain("run", finished[0] / "recipe.yaml", "--fresh")
-    assert done.returncode == 2 and "not empty" in done.stderr
 
 
 def start(recipe: Path, *overrides: str, by: type = Command, **extra: str) -> subprocess.Popen[str]:
@@ -336,8 +307,7 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
     wait_for_step(run, 2)
     for _ in range(2):
         for pid in {process.pid, *processes_using(run)}:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
-                os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 75, output
     assert "2 × cpu (from Slurm job 6), FULL_SHARD" in output

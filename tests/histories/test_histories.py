@@ -57,131 +57,96 @@ freezes = st.builds(
 )
 
 
-def machine(server: Server) -> type[RuleBasedStateMachine]:
-    """Return the state machine whose commands this server forks."""
+class Histories(RuleBasedStateMachine):
+    """What happens to a run whose checkpoints are in a folder or in an object store."""
 
-    class Histories(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.history = History(server)
+    history: History
 
-        @initialize(fault=stops | kills)
-        def start(self, fault: dict[str, Any]) -> None:
-            self.history.run(fault=fault)
+    @initialize(fault=stops | kills)
+    def start(self, fault: dict[str, Any]) -> None:
+        self.history.run(fault=fault)
 
-        @rule(fault=st.none() | stops | kills | refusals, ahead=st.sampled_from([0.0, 0.0, 3600.0]))
-        def run(self, fault: dict[str, Any] | None, ahead: float) -> None:
-            self.history.run(fault=fault, ahead=ahead)
+    @rule(what=st.sampled_from(sorted(FILE_OF)))
+    def change(self, what: str) -> None:
+        self.history.change(what)
 
-        @rule(ahead=st.sampled_from([0.0, 3600.0]))
-        def hang(self, ahead: float) -> None:
-            self.history.run(fault=at(4, "hang"), ahead=ahead)
+    @rule()
+    def restore(self) -> None:
+        self.history.restore()
 
-        @rule(key=st.sampled_from(["optim.lr=0.02", "optim.weight_decay=0.5", "train.micro_batch_size=1", "seed=7"]))
-        def run_with_another_key(self, key: str) -> None:
-            self.history.run(key)
+    @rule(number=st.integers(0, 50), how=st.sampled_from(["remove", "cut", "flip"]), newest=st.booleans())
+    def damage(self, number: int, how: str, newest: bool) -> None:
+        self.history.damage(number, how, newest)
 
-        @rule(
-            out=st.sampled_from(["", "copy", "copy-2"]),
-            at=st.integers(1, 30),
-            do=st.sampled_from(["", "SIGKILL command", "SIGTERM command", "ENOSPC", "EIO"]),
-        )
-        def export(self, out: str, at: int, do: str) -> None:
-            self.history.export(out, fault={"role": "command", "at": at, "do": do} if do else None)
-
-        @rule(
-            frozen=freezes,
-            second=st.sampled_from(["run", "export", "export --out", "status", "verify"]),
-            then=st.none() | freezes,
-        )
-        def two_at_once(self, frozen: dict[str, Any], second: str, then: dict[str, Any] | None) -> None:
-            self.history.during(frozen, second, then)
-
-        @rule()
-        def look(self) -> None:
-            self.history.look()
-
-        @rule()
-        def another_run_shares_the_checkpoints(self) -> None:
-            self.history.share()
-
-        @rule(what=st.sampled_from(sorted(FILE_OF)))
-        def change(self, what: str) -> None:
-            self.history.change(what)
-
-        @rule()
-        def restore(self) -> None:
-            self.history.restore()
-
-        @rule(number=st.integers(0, 50), pattern=st.sampled_from(["**/*", "checkpoints/*/*"]))
-        def take_rights(self, number: int, pattern: str) -> None:
-            self.history.take_rights(number, pattern)
-
-        @rule(number=st.integers(0, 50), how=st.sampled_from(["remove", "cut", "flip"]), newest=st.booleans())
-        def damage(self, number: int, how: str, newest: bool) -> None:
-            self.history.damage(number, how, newest)
-
-        @rule(number=st.integers(0, 20))
-        def plant(self, number: int) -> None:
-            self.history.plant(number)
-
-        @rule(copy=st.booleans())
-        def move(self, copy: bool) -> None:
-            self.history.move(copy)
-
-        def teardown(self) -> None:
-            try:
-                self.history.settle()
-            finally:
-                self.history.kill_all()
-                note("\n".join(self.history.log))
-
-    return Histories
+    def teardown(self) -> None:
+        try:
+            self.history.settle()
+        finally:
+            self.history.kill_all()
+            note("\n".join(self.history.log))
 
 
-def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
-    """Return the state machine of a run whose checkpoints are in an object store."""
+class InFolder(Histories):
+    @rule(fault=st.none() | stops | kills | refusals, ahead=st.sampled_from([0.0, 0.0, 3600.0]))
+    def run(self, fault: dict[str, Any] | None, ahead: float) -> None:
+        self.history.run(fault=fault, ahead=ahead)
 
-    class InStore(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.history = History(server, in_store=True)
+    @rule(ahead=st.sampled_from([0.0, 3600.0]))
+    def hang(self, ahead: float) -> None:
+        self.history.run(fault=at(4, "hang"), ahead=ahead)
 
-        @initialize(fault=stops | kills)
-        def start(self, fault: dict[str, Any]) -> None:
-            self.history.run(fault=fault)
+    @rule(key=st.sampled_from(["optim.lr=0.02", "optim.weight_decay=0.5", "train.micro_batch_size=1", "seed=7"]))
+    def run_with_another_key(self, key: str) -> None:
+        self.history.run(key)
 
-        @rule(fault=st.none() | stops | kills | refusals)
-        def run(self, fault: dict[str, Any] | None) -> None:
-            self.history.run(fault=fault)
+    @rule(
+        out=st.sampled_from(["", "copy", "copy-2"]),
+        at=st.integers(1, 30),
+        do=st.sampled_from(["", "SIGKILL command", "SIGTERM command", "ENOSPC", "EIO"]),
+    )
+    def export(self, out: str, at: int, do: str) -> None:
+        self.history.export(out, fault={"role": "command", "at": at, "do": do} if do else None)
 
-        @rule(frozen=freezes, then=st.none() | freezes)
-        def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
-            self.history.during(frozen, "run", then)
+    @rule(
+        frozen=freezes,
+        second=st.sampled_from(["run", "export", "export --out", "status", "verify"]),
+        then=st.none() | freezes,
+    )
+    def two_at_once(self, frozen: dict[str, Any], second: str, then: dict[str, Any] | None) -> None:
+        self.history.during(frozen, second, then)
 
-        @rule(what=st.sampled_from(sorted(FILE_OF)))
-        def change(self, what: str) -> None:
-            self.history.change(what)
+    @rule()
+    def look(self) -> None:
+        self.history.look()
 
-        @rule()
-        def restore(self) -> None:
-            self.history.restore()
+    @rule()
+    def another_run_shares_the_checkpoints(self) -> None:
+        self.history.share()
 
-        @rule(number=st.integers(0, 50), how=st.sampled_from(["remove", "cut", "flip"]))
-        def damage(self, number: int, how: str) -> None:
-            self.history.damage(number, how)
+    @rule(number=st.integers(0, 50), pattern=st.sampled_from(["**/*", "checkpoints/*/*"]))
+    def take_rights(self, number: int, pattern: str) -> None:
+        self.history.take_rights(number, pattern)
 
-        def teardown(self) -> None:
-            try:
-                self.history.settle()
-            finally:
-                self.history.kill_all()
-                note("\n".join(self.history.log))
+    @rule(number=st.integers(0, 20))
+    def plant(self, number: int) -> None:
+        self.history.plant(number)
 
-    return InStore
+    @rule(copy=st.booleans())
+    def move(self, copy: bool) -> None:
+        self.history.move(copy)
 
 
-MACHINES = {"folder": machine, "store": machine_in_store}
+class InStore(Histories):
+    @rule(fault=st.none() | stops | kills | refusals)
+    def run(self, fault: dict[str, Any] | None) -> None:
+        self.history.run(fault=fault)
+
+    @rule(frozen=freezes, then=st.none() | freezes)
+    def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
+        self.history.during(frozen, "run", then)
+
+
+MACHINES = {"folder": InFolder, "store": InStore}
 
 
 def play(server: Server, place: str, histories: int, events: int, **options: Any) -> None:
@@ -190,7 +155,13 @@ def play(server: Server, place: str, histories: int, events: int, **options: Any
         max_examples=histories, stateful_step_count=events, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck), **options,
     )  # fmt: skip
-    run_state_machine_as_test(MACHINES[place](server), settings=chosen)
+
+    def begin() -> RuleBasedStateMachine:
+        machine = MACHINES[place]()
+        machine.history = History(server, in_store=place == "store")
+        return machine
+
+    run_state_machine_as_test(begin, settings=chosen)
 
 
 def test_random_histories(server: Server) -> None:

@@ -20,24 +20,8 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
     "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
-WORDS = [
-    "the",
-    "king",
-    "of",
-    "France",
-    "is",
-    "not",
-    "in",
-    "his",
-    "house",
-    "and",
-    "all",
-    "who",
-    "came",
-    "must",
-    "go",
-    "here",
-]
+SENTENCE = "the king of France is not in his house and all who came must go here"
+WORDS = SENTENCE.split()
 
 
 def make_inputs(root: Path) -> None:

@@ -27,11 +27,16 @@ from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from fsdptrain.checkpoint import export_tensors
 from fsdptrain.checkpoint import load as loading
-from fsdptrain.checkpoint import writer as writers
-from fsdptrain.checkpoint.export_tensors import names_by_decoder_layer
+from fsdptrain.checkpoint.export_tensors import (
+    SafetensorsWriter,
+    check_export,
+    names_by_decoder_layer,
+    tensors_in_files,
+    write_folder,
+)
 from fsdptrain.checkpoint.verify import INDEX
-from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, tensors_in_files, write_folder
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import safetensors_files
@@ -122,7 +127,7 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
     bare.config.save_pretrained(assets)
     bare.generation_config.save_pretrained(assets)
     tokenizer_of(tmp).save_pretrained(assets)
-    monkeypatch.setattr(writers, "MAX_FILE_BYTES", limit)
+    monkeypatch.setattr(export_tensors, "MAX_FILE_BYTES", limit)
     groups = names_by_decoder_layer(bare)
     tensors = ({name: state[name].detach() for name in group} for group in groups)
     write_folder(bare, groups, tensors, assets, tmp / "out", "float32", lambda *_: None)
@@ -161,7 +166,7 @@ def test_an_incomplete_folder_is_never_reported_as_exported(tmp_path: Path, monk
 
 def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of any shape and width, in any order, on several files; nothing else, and nothing less."""
-    monkeypatch.setattr(writers, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(export_tensors, "MAX_FILE_BYTES", 100)
     tensors = {
         "odd": torch.arange(7, dtype=torch.bfloat16), "wide": torch.randn(3, 5), "scalar": torch.tensor(3),
         "none": torch.zeros(0, 4), "transposed": torch.randn(4, 6).T, "flag": torch.tensor([True]),
@@ -186,7 +191,7 @@ def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_each_file_is_synced_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks would seem to hang while one of them waits for the disk to take a whole model."""
-    monkeypatch.setattr(writers, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(export_tensors, "MAX_FILE_BYTES", 100)
     tensors = {name: torch.zeros(20) for name in "abc"}
     writer = SafetensorsWriter(tmp_path, {name: tensor.to("meta") for name, tensor in tensors.items()})
     synced: list[str] = []

@@ -331,15 +331,6 @@ def test_a_plan_with_a_recipe_that_is_not_valid_is_refused(path: str, value: obj
         open_plan(plan.rundir.plan)
 
 
-def test_more_workers_or_nodes_than_any_cluster_has_are_refused(tmp_path: Path) -> None:
-    for override in ("launch.nproc_per_node=1000000000000", "launch.nnodes=100000", "launch.nnodes='1:99999'"):
-        with pytest.raises(RecipeError, match=r"launch\.n.* is too large: must be at most"):
-            load(write_recipe(tmp_path), [override])
-    env = {"RANK": "0", "WORLD_SIZE": "999999", "MASTER_ADDR": "n1", "CUDA_VISIBLE_DEVICES": ""}
-    with pytest.raises(RecipeError, match=r"launch\.nnodes: 999999 is not a number from 1 to 16384"):
-        find_topology(load(write_recipe(tmp_path)).recipe, env)
-
-
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     launch = {"nnodes": "1:2", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
@@ -361,3 +352,12 @@ def test_status_reads_events_with_any_values(elastic: Plan, events: list[tuple[s
     lines = [json.dumps({**record(kind), "at": time.time(), **fields}) for kind, fields in events]
     elastic.rundir.metrics.write_text("\n".join(lines) + "\n")
     assert status_lines(observe(elastic.rundir).status())
+
+
+def test_more_workers_or_nodes_than_any_cluster_has_are_refused(tmp_path: Path) -> None:
+    for override in ("launch.nproc_per_node=1000000000000", "launch.nnodes=100000", "launch.nnodes='1:99999'"):
+        with pytest.raises(RecipeError, match=r"launch\.n.* is too large: must be at most"):
+            load(write_recipe(tmp_path), [override])
+    env = {"RANK": "0", "WORLD_SIZE": "999999", "MASTER_ADDR": "n1", "CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(RecipeError, match=r"launch\.nnodes: 999999 is not a number from 1 to 16384"):
+        find_topology(load(write_recipe(tmp_path)).recipe, env)

@@ -15,9 +15,8 @@ from support import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain import processes
-from fsdptrain.checkpoint import comparison as comparisons
-from fsdptrain.checkpoint import export_check as reopen
-from fsdptrain.checkpoint.comparison import (
+from fsdptrain.checkpoint import export_check
+from fsdptrain.checkpoint.export_check import (
     Comparison,
     Sample,
     Way,
@@ -98,14 +97,8 @@ def test_an_offset_of_all_logits_of_a_token_and_the_rounding_of_large_logits_are
     [
         ("0::/job", "job", *VERSION_2),
         ("0::/job/step", "job", *VERSION_2),
-        (
-            "7:cpuset,memory:/slurm",
-            "memory/slurm",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-        ("7:cpuset,memory:/slurm", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("7:cpuset,memory:/slurm", "memory/slurm", *VERSION_1),
+        ("7:cpuset,memory:/slurm", "memory", *VERSION_1),
     ],
 )
 def test_the_memory_limit_of_a_job_or_a_container_counts(
@@ -130,7 +123,7 @@ def test_an_export_that_cannot_be_opened_fails(
     path = tmp_path / "merged" / "model.safetensors"
     save_file({n: t for n, t in load_file(path).items() if "layers.2.mlp.up" not in n}, path, {"format": "pt"})
     with pytest.raises(ValueError, match=r"not every weight was found: .*layers\.2\.mlp\.up_proj"):
-        reopen.open_export(way("merged").job(tmp_path))
+        export_check.open_export(way("merged").job(tmp_path))
     # What the process prints last is the error of the run, unless it is one of this machine.
     script = "import sys; sys.stdin.readline(); sys.exit('warning\\n\\nValueError: not every weight was found')"
     monkeypatch.setattr(processes, "child_command", lambda module: [sys.executable, "-c", script])
@@ -162,7 +155,7 @@ def test_what_does_not_fit_or_takes_too_long_is_not_compared(
     with Comparison(exports[1], huge, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
         assert comparison.fields["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
-    monkeypatch.setattr(comparisons, "LONGEST_S", 0.0)
+    monkeypatch.setattr(export_check, "LONGEST_S", 0.0)
     with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
     assert comparison.fields == {"not_compared": "opening it took more than 0:00"}
