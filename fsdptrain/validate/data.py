@@ -16,9 +16,10 @@ from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_rows, seam_without_space
-from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
+from fsdptrain.data.corpus import Corpus, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
+from fsdptrain.data.prepare import errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
@@ -194,7 +195,6 @@ def describe_rows(data: Data, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
         "kept": kept_by_seq_len(corpus.lengths, data),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
-        "lengths_per_sequence": corpus.lengths_per_sequence(),
         "example": corpus.show(tokenizer),
     }
 
@@ -306,12 +306,9 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         findings.add_item(HEADING, "table", header=header, rows=rows)
     else:
         show_rows(data, packed, findings)
-    mixed = (
-        f", with {packed['rows_per_sequence']:.1f} rows of {packed['lengths_per_sequence']:.1f} different lengths in "
-        "each"
-        if data.packing != "none" and not sources
-        else ""
-    )
+    mixed = ""
+    if data.packing != "none" and not sources:
+        mixed = f", {packed['rows_per_sequence']:.1f} rows per sequence"
     findings.add_lines(
         HEADING,
         f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{' in an epoch' * bool(sources)}, "
