@@ -113,7 +113,7 @@ slurm:
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; } \
 		|| echo "WARNING: slurm-wlm, munge and iproute2 cannot be installed here: tests that need them will be skipped" >&2
 
-# The comparisons of docs/measurements.md with other tools; run this on an idle machine.
+# The comparisons of docs/internals/measurements.md with other tools; run this on an idle machine.
 bench: install
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py

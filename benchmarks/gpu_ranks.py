@@ -34,13 +34,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.config.reader import load
-from fsdptrain.model import flash
+from fsdptrain.failures.watchdog import Watchdog
+from fsdptrain.model.attention import active_flash, installed_flash, restore_flash
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 WARM_UP = 4  # steps
@@ -126,13 +126,13 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
 def _in_other_implementations(device: str, measure: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the rows of `measure` for each other implementation of flash attention that is installed and runs here."""
     found: list[dict[str, Any]] = []
-    for name in flash.installed(torch.cuda.get_device_capability()[0] if device == "cuda" else 0):
+    for name in installed_flash(torch.cuda.get_device_capability()[0] if device == "cuda" else 0):
         try:
             attention.activate_flash_attention_impl(name)
             found += measure(name)
         except Exception as error:  # whatever the package raises
             found.append({"kernel": f"varlen {name}", "kind": "causal", "why": f"{error!r}"[:100]})
-        flash.restore()
+        restore_flash()
     return found
 
 
@@ -169,7 +169,7 @@ def kernels(device: str, recipe: str, variants: dict[str, list[str]]) -> dict[st
     for name, overrides in variants.items():
         with fresh_trainer(recipe, *overrides) as run, AttentionNames() as seen:
             run.engine.accumulate(0, [run.stream.corpus.batch([0])], 1)
-            used = filter(None, [flash.active()])
+            used = filter(None, [active_flash()])
         found[name] = ", ".join([*sorted(seen.names), *used]) or "matrix products and softmax"
     return found
 
@@ -193,7 +193,7 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
         finally:
             run.__dict__.clear()  # the caller still has the trainer when the next one is made
     gc.collect()
-    flash.restore()  # the next trainer chooses again
+    restore_flash()  # the next trainer chooses again
     torch._dynamo.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

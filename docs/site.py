@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 import fsdptrain
 from fsdptrain.cli import app
-from fsdptrain.config.reflection import json_schema, type_words
+from fsdptrain.config.keys import KEYS, json_schema
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -39,7 +39,7 @@ def _keys(section: dict[str, Any], prefix: str) -> Iterator[str]:
         yield "| key | type | default | |\n| --- | --- | --- | --- |"
     for key, value in leaves.items():
         default = json.dumps(value.get("default"), ensure_ascii=False)
-        cells = f"`{prefix}{key}`", type_words(prefix + key), f"`{default}`", value["description"]
+        cells = f"`{prefix}{key}`", KEYS[prefix + key].type_words, f"`{default}`", value["description"]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     for key, value in section["properties"].items():
         if "properties" in value:

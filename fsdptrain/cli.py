@@ -233,7 +233,7 @@ def run(
                 plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
-            from fsdptrain.launch.notify_nodes import tell_other_nodes
+            from fsdptrain.failures.notify_nodes import tell_other_nodes
 
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
@@ -241,15 +241,15 @@ def run(
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.launcher import launch, worker_settings
-        from fsdptrain.launch.next_steps import next_steps
         from fsdptrain.launch.run_banner import heading
         from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
+        from fsdptrain.report.next_steps import next_steps
+        from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.terminal.screen import Screen
-        from fsdptrain.trackers.supervisor import tracked
 
         started, launched = time.monotonic(), find_launcher(os.environ)
         rundir, topology = plan.rundir, plan.topology
@@ -600,7 +600,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
-    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
+    from fsdptrain.report.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
     rundir = _opened_run(run_dir)
@@ -747,7 +747,7 @@ def _opened_model(
     model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
     """Yield the model of a run or a folder, opened in this process."""
-    from fsdptrain.config.dtypes import ComputeDtype
+    from fsdptrain.config.optimizers import ComputeDtype
 
     if dtype not in (None, *get_args(ComputeDtype)):
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
@@ -766,7 +766,7 @@ def _opened_model(
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
-    from fsdptrain.config.reflection import json_schema
+    from fsdptrain.config.keys import json_schema
 
     _print_json(json_schema())
 
@@ -791,8 +791,8 @@ def init(
         raise RecipeError(f"{dest} exists already and is not overwritten")
     if not data or model is None:
         raise RecipeError("give --data and --model")
-    from fsdptrain.data.init_recipe import read_starter
     from fsdptrain.terminal.page import Page
+    from fsdptrain.validate.init_recipe import read_starter
     from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
@@ -914,16 +914,14 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
 
 def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next."""
-    from fsdptrain.launch.next_steps import next_steps
+    from fsdptrain.report.next_steps import next_steps
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.trackers.supervisor import Trackers
 
     rundir = plan.rundir
     with Screen() as screen:
         for fault in earlier.faults:
             screen.say(f"note: {fault}")
         screen.say(f"the run in {rundir.root} is finished ({earlier.step} steps): nothing was trained")
-        Trackers(plan, screen.say).catch_up()
     screen.paste(next_steps(plan, sys.argv[1:]))
 
 

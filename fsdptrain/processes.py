@@ -25,12 +25,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from fsdptrain.errors import CheckpointError, Stopped, WorkerLost, killed_by
 from fsdptrain.text import printable
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint, because another node waits to join
@@ -320,6 +324,28 @@ def die_with_parent(parent: int) -> None:
         watch_parent(parent)
     if os.getppid() != parent:  # it ended before prctl. The new parent need not be 1: a subreaper adopts orphans too
         os._exit(WorkerLost.exit_code)
+
+
+FORK_SERVER_OF = "FSDPTRAIN_FORK_SERVER_OF"  # the variable with the process that starts a server
+
+if FORK_SERVER_OF in os.environ:  # this is the server, which imports this module first
+    die_with_parent(int(os.environ.pop(FORK_SERVER_OF)))
+    os.register_at_fork(after_in_child=partial(die_with_parent, os.getpid()))
+
+
+def forked_after_import(module: str) -> ForkServerContext:
+    """Return a context whose processes have imported a module, share its memory, and end with this process.
+
+    They are forked by a server. Python's own server would wait, once it has imported all, until its forks have ended.
+    """
+    from multiprocessing import forkserver, get_context
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, module])
+    os.environ[FORK_SERVER_OF] = str(os.getpid())
+    forkserver.ensure_running()
+    del os.environ[FORK_SERVER_OF]
+    return context
 
 
 def watch_parent(parent: int, send: signal.Signals | None = None) -> None:

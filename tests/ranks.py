@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,15 +43,14 @@ from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
-from fsdptrain.launch.explain import hung_ranks
-from fsdptrain.model import loss, nf4, varlen, weights
-from fsdptrain.model.init import init_groups, initial_weights
+from fsdptrain.failures.explain import hung_ranks
+from fsdptrain.failures.watchdog import Watchdog
+from fsdptrain.model import attention, loss, nf4, varlen, weights
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import base_name
-from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import decoder_layers
+from fsdptrain.model.skeleton import init_groups, initial_weights, skeleton
+from fsdptrain.model.units import base_name, decoder_layers
 from fsdptrain.parallel import shard
-from fsdptrain.parallel.patches import ISSUED, named
+from fsdptrain.parallel.patches import ISSUED, named, recorded_collectives
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
@@ -63,11 +61,9 @@ from fsdptrain.train import loss_scale, stops, trainer
 from fsdptrain.train import step as engine_module
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
 loss_chunks = loss.loss_chunks
@@ -210,7 +206,6 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) 
                 ),
                 "base": sorted({str(p.dtype) for p in base.values()}),
                 "copied": copied(run.engine.model),
-                "kept whole": sorted(base_name(n) for n, p in base.items() if not isinstance(p, DTensor)),
                 "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
             }
     return found
@@ -312,7 +307,7 @@ def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) ->
     for name, overrides in variants.items():
         found[name] = []
         for reason in ("masks", None):
-            with patch.object(varlen, "obstacle", lambda *_, reason=reason: reason):
+            with patch.object(attention, "obstacle", lambda *_, reason=reason: reason):
                 run = build(recipe, overrides)
             assert varlen.used_by(run.engine.model) == (reason is None)
             made = curve(run, steps)
@@ -656,23 +651,6 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
         curve(run, 2, 1)
         found[name] = list(log)
         found[f"{name}, recorded"] = recorded()[before:]
-    return found
-
-
-def groups_of_gathers(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train each variant; return its curve, the process groups it made, and the sizes of the groups that gathered."""
-    found = {}
-    for name, overrides in variants.items():
-        before = set(dist.distributed_c10d._world.pg_map)
-        run = build(recipe, overrides)
-        sizes = {group.group_name: group.size() for group in dist.distributed_c10d._world.pg_map}
-        already = len(ISSUED)
-        made = curve(run, steps)
-        gathers = Counter(sizes[each.group] for each in [*ISSUED][already:] if each.kind == "all-gather")
-        held = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out)
-        sharded = all(isinstance(param, DTensor) for param in run.engine.model.parameters())
-        groups = len(set(dist.distributed_c10d._world.pg_map) - before)
-        found[name] = {"curve": made, "groups": groups, "gathers": gathers, "eval": held, "sharded": sharded}
     return found
 
 

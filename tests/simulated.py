@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from fsdptrain.config.reader import load
 from fsdptrain.forecast import simulation as simulate
 from fsdptrain.forecast.trace import Trace
-from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 

@@ -29,10 +29,10 @@ from fsdptrain.cli import app
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.data.columns import peek
-from fsdptrain.data.init_recipe import read_starter
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.validate.init_recipe import read_starter
 
 COMMANDS = [
     "", "run", "validate", "prepare", "export", "submit", "status", "report", "eval", "chat", "verify", "schema",

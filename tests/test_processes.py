@@ -198,7 +198,7 @@ def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
 POOL = """
 import time
 from concurrent.futures import ProcessPoolExecutor
-from fsdptrain.data.fork_server import forked_after_import
+from fsdptrain.processes import forked_after_import
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(2, forked_after_import("json"))
     pool.submit(time.sleep, 600)

@@ -20,13 +20,14 @@ from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
-    "", "run_folder", "terminal", "config", "plan", "trackers", "data", "model", "parallel",
-    "checkpoint", "launch", "train", "forecast", "report", "inference", "validate",
+    "", "run_folder", "terminal", "config", "plan", "data", "model", "parallel", "failures",
+    "checkpoint", "launch", "report", "train", "forecast", "inference", "validate",
 )  # fmt: skip
 LIGHT = (  # they import no torch
-    "", "run_folder", "terminal", "config", "plan", "trackers", "launch", "report",
+    "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
+    "failures.explain", "failures.translate", "failures.notify_nodes",
     "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings", "validate.summary",
     "validate.nodes", "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
     "forecast.allocator",

@@ -24,7 +24,7 @@ from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
 from fsdptrain.forecast.simulation import batch_of_zeros, make_engine, mark_moments
 from fsdptrain.forecast.trace import Event, Moment, Synchronize
-from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.train import stops, trainer

@@ -15,8 +15,8 @@ from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.checkpoint.manifest import BASE_KEY, DATA_KEY, HELD_OUT_KEY, TOKENIZER_KEY
 from fsdptrain.checkpoint.resume import WITHOUT_EFFECT
 from fsdptrain.config.adapter import ADAPTER_FOLDER
+from fsdptrain.config.keys import flat
 from fsdptrain.config.paths import is_hub_data, places
-from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.model.config import announced_mtp

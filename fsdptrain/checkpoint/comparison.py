@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load
 
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.processes import Child, child_environment, threads_for

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.dtypes import BYTES
-from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.optimizers import BYTES, Weight
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, FsdptrainError, is_disk_full
 from fsdptrain.plan.limits import available_memory

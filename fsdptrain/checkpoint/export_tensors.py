@@ -18,19 +18,18 @@ from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.writer import ExportResult, check_tensors, publish, shapes_and_dtypes, write_folder
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from fsdptrain.model.freeze import freeze, layers_in_nf4
-from fsdptrain.model.nf4 import round_trip
-from fsdptrain.model.peft import (
+from fsdptrain.model.adapters import (
     adapted_layers,
     adapted_weight,
-    base_name,
-    is_adapter,
+    freeze,
+    layers_in_nf4,
     merged_weight,
     save_config,
     saved_names,
 )
+from fsdptrain.model.nf4 import round_trip
 from fsdptrain.model.skeleton import skeleton_in_dtype
-from fsdptrain.model.units import decoder_layers, saved_state, trained_state
+from fsdptrain.model.units import base_name, decoder_layers, is_adapter, saved_state, trained_state
 from fsdptrain.model.weights import carried_tensors, read_groups
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress

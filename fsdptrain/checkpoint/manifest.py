@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.keys import flat
 from fsdptrain.config.mixture import mixture_changes
-from fsdptrain.config.reflection import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
 from fsdptrain.plan.plan import KEEPS_STATE, LAYOUT_KEY

@@ -25,8 +25,8 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.reflection import all_paths
-from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
+from fsdptrain.config.keys import KEYS
+from fsdptrain.errors import Problem, RecipeError, Unreadable, listed
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.run_folder.ownership import ExportRecord, export_has, read_export_record
@@ -171,26 +171,6 @@ def is_continued(rundir: RunDir, plan: Plan) -> bool:
     return manifest is None or not resume_problems(manifest.identity, plan.identity())
 
 
-def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:
-    """Return whether an attempt in this run folder wrote the newest checkpoint: its events or its plans say so."""
-    step = max(rundir.checkpoint_steps(), default=None)
-    if step is None:
-        return False
-    folder = rundir.checkpoint(step)
-    records = Tail(rundir.metrics, from_end=False).read()
-    if any(record["event"] == "save" and record["path"] == str(folder) for record in records):
-        return True
-    try:
-        manifest = read_manifest(folder)
-    except StorageError:
-        raise
-    except CheckpointError:
-        return False
-    plans = [plan, *(of_attempt for _, of_attempt in _plans_of_attempts(rundir) if of_attempt)]
-    world = {"world_size": manifest.world_size}
-    return any(each.of_attempt(world).digest() == manifest.plan_digest for each in plans)
-
-
 def changes_since(rundir: RunDir, step: int, plan: Plan, identity: dict[str, Any]) -> Changes:
     """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0.
 
@@ -217,7 +197,7 @@ def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
     Keys that the older plan lacks, because another version wrote it, are left out.
     """
     new = json.loads(plan.to_json())
-    paths = {path: f"recipe.{path}" for path in all_paths()}
+    paths = {path: f"recipe.{path}" for path in KEYS}
     paths |= {"device": "topology.device", "version": "version"}
     paths |= {name: name for name in (f"libraries.{library}" for library in plan.libraries)}
     pairs = {name: [_at(old, path), _at(new, path)] for name, path in paths.items()}

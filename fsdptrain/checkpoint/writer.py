@@ -20,7 +20,7 @@ from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.model.assets import special_token_conflicts
+from fsdptrain.model.config import special_token_conflicts
 from fsdptrain.model.skeleton import skeleton_in_dtype
 from fsdptrain.model.units import saved_state
 from fsdptrain.model.weights import Header

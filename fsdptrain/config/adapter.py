@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.keys import accepts, value_text
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.values import accepts, value_text
 from fsdptrain.errors import Problem, error_summary, shortened
 from fsdptrain.run_folder.files import openable
 
@@ -145,8 +145,9 @@ def base_note(recipe: Recipe) -> str | None:
 def _name_layers_once(folder: Path, found: dict[str, Any]) -> list[Problem]:
     """Let `target_modules` alone name what has an adapter; return the problem that prevents it.
 
-    What peft only finds by its weights (see `model.peft`) is moved there from target_parameters: layers, and tensors of
-    experts. Where peft chose layers by an expression, or left some out, they are those that have tensors in the file.
+    What peft only finds by its weights (see `model.adapters`) is moved there from target_parameters: layers, and
+    tensors of experts. Where peft chose layers by an expression, or left some out, they are those that have tensors in
+    the file.
     """
     layers, weights = found.get("target_modules"), found.get("target_parameters")
     if isinstance(layers, list) and isinstance(weights, list) and all(isinstance(name, str) for name in weights):

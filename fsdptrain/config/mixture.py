@@ -11,10 +11,9 @@ from pathlib import PurePath
 from typing import Any
 
 from fsdptrain.config.formats import Format
+from fsdptrain.config.keys import key_of, recipe_of
 from fsdptrain.config.paths import DataPath, places
-from fsdptrain.config.reflection import key_of
 from fsdptrain.config.schema import Data, DataSource, SourceKeys
-from fsdptrain.config.values import recipe_of
 from fsdptrain.errors import Problem, RecipeError, shortened
 
 KEYS = [key_of(spec) for spec in dataclasses.fields(SourceKeys)]  # of `data` that a source may have for itself

@@ -20,62 +20,49 @@ TABLES = "docs/from-fsdp1.md"  # ships with the package; messages name where it 
 # reason why there is none ("not …", "always …", "derived …"). `*` matches any characters.
 FOREIGN_NAMES = {
     # model and adapter
-    "model.id": "base_model model_name_or_path pretrained_model_name_or_path",
-    "model.tokenizer": "tokenizer_config tokenizer_name tokenizer_name_or_path",
-    "model.config": "rope_scaling rope_theta",
+    "model.id": "base_model model_name_or_path",
+    "model.tokenizer": "tokenizer_name",
+    "model.config": "rope_scaling",
     "model.config: {model_type: …}, only for a model from scratch; a pretrained one has it in its config.json": (
         "model_type"
     ),
     "model.dtype: the dtype of the master weights; compute uses fsdp.mixed_precision.param_dtype": "torch_dtype",
-    "model.attn_implementation": "flash_attention flash_attn attn_impl use_flash_attention_2",
+    "model.attn_implementation": "flash_attention use_flash_attention_2",
     "model.add_tokens": "new_special_tokens",
-    "model.trainable: the parameters to train, by name or pattern": "freeze_* unfrozen_parameters",
+    "model.trainable: the parameters to train, by name or pattern": "unfrozen_parameters",
     "adapter": "peft_config",
     "adapter.kind: lora or qlora, null to train the whole model": "use_peft finetuning_type",
     "adapter.r": "lora_r lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
-    "adapter.target: all-linear, or a list of names and patterns": (
-        "lora_target lora_target_modules lora_target_linear"
-    ),
-    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter.target: all-linear, or a list of names and patterns": "lora_target lora_target_modules lora_target_linear",
+    "adapter.modules_to_save": "lora_modules_to_save",
     "adapter.from: a folder that peft has saved": "lora_model_dir adapter_name_or_path",
-    "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisation)": (
-        "load_in_4bit quantization_bit quantization_config bnb_4bit_*"
-    ),
+    "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisation)": "load_in_4bit quantization_config",
     "not supported: adapter.kind: qlora quantises frozen weights to 4 bits while it reads plain ones": "load_in_8bit",
     "not supported: the keys of the section adapter describe an adapter": "lora_*",
-    "not supported: a recipe cannot name Python objects": "_component_ _target_ plugins",
+    "not supported: a recipe cannot name Python objects": "_component_ plugins",
     "not supported: train.compile fuses kernels, and train.loss: chunked avoids the logits of a whole batch": (
-        "liger_* use_liger_kernel cut_cross_entropy"
+        "liger_* use_liger_kernel"
     ),
     # data
-    "data.path": "datasets dataset dataset_name train_file train_files data_files",
-    "data.path: org/name:config:split": "dataset_config_name dataset_split train_split",
+    "data.path": "datasets dataset dataset_name train_file",
+    "data.path: org/name:config:split": "dataset_config_name dataset_split",
     "data.format: text, chat or prompt_completion": "dataset_type",
     "data.format: chat uses the tokenizer's own template; delete the line": "apply_chat_template template",
-    "data.long_rows: split, cut or drop": "excess_length_strategy",
-    "data.columns": "dataset_text_field column_map",
-    "data.seq_len": (
-        "sequence_len max_seq_length max_seq_len cutoff_len max_length model_max_length block_size seq_length "
-        "context_length"
-    ),
-    "data.packing: bfd, concat or none; documents in one sequence do not attend to each other": (
-        "sample_packing packed neat_packing"
-    ),
+    "data.columns": "dataset_text_field",
+    "data.seq_len": "sequence_len max_seq_length max_seq_len cutoff_len max_length block_size",
+    "data.packing: bfd, concat or none; documents in one sequence do not attend to each other": "sample_packing packed",
     "always on: every sequence is data.seq_len tokens long; delete the line": "pad_to_sequence_len",
     "not supported: data.packing fills every sequence, instead of sorting rows by length": "group_by_length",
-    "data.train_on: all or completion": (
-        "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss roles_to_train"
-    ),
-    "data.turns: last": "mask_history",
+    "data.train_on: all or completion": "train_on_inputs completion_only_loss assistant_only_loss",
     "data.max_rows": "max_samples max_train_samples",
-    "data.eval: {fraction: 0.01} or {path: …}": "val_set_size val_size eval_dataset test_datasets validation_split",
-    "data.sources: a list of {path: …, weight: …}": "mix_strategy interleave_probs",
+    "data.eval: {fraction: 0.01} or {path: …}": "val_set_size val_size eval_dataset",
+    "data.sources: a list of {path: …, weight: …}": "interleave_probs",
     "always on: each epoch has its own order, drawn from seed": "shuffle",
     "data.window: files are prepared and read some at a time": "streaming",
     "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line": (
-        "dataset_prepared_path preprocessing_num_workers overwrite_cache dataloader_*"
+        "dataset_prepared_path preprocessing_num_workers dataloader_*"
     ),
     # fsdp
     f"fsdp: {TABLES} lists what each of its keys is called here": "fsdp_config",
@@ -104,24 +91,15 @@ FOREIGN_NAMES = {
     "always 2 (FSDP2): delete the line": "fsdp_version",
     "derived (checkpoints are sharded, the export is full): delete the line": "state_dict_type",
     "derived from fsdp.strategy, fsdp.shard_size and the number of ranks": "process_group device_mesh",
-    "not supported any more: no gain was ever measured; delete the line": "separate_reduce_scatter symmetric_memory",
-    "derived from fsdp.wrap and the prefetch keys: delete the line": (
-        "reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size"
-    ),
-    "parallel.context": "context_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
+    "derived from fsdp.wrap and the prefetch keys: delete the line": "reduce_bucket_size allgather_bucket_size",
+    "parallel.context": "context_parallel_size",
     "not supported: tensors and layers are not divided among ranks": "tensor_parallel_size pipeline_*",
     "fsdp.bucket_cap_mb: with fsdp.strategy: NO_SHARD": "ddp_bucket_cap_mb",
-    "always on (the gradient of a shard is a part of the buffer that was reduced): delete the line": (
-        "gradient_as_bucket_view"
-    ),
     "not needed: a parameter that the model never uses gets no gradient, and no rank waits for it; delete the line": (
         "find_unused_parameters ddp_find_unused_parameters"
     ),
-    "not needed: units find their gradients anew in each backward, with recomputation too; delete the line": (
-        "static_graph"
-    ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
-    "fsdp.ignore: the parameters that every rank keeps whole, by name or pattern; only frozen ones": (
+    "not supported: frozen parameters are sharded too; fsdp.strategy: NO_SHARD keeps all of them whole": (
         "ignored_modules ignored_states"
     ),
     # optim, schedule, train
@@ -129,52 +107,44 @@ FOREIGN_NAMES = {
     "optim.lr": "learning_rate",
     "optim.betas": "adam_beta1 adam_beta2",
     "optim.eps": "adam_epsilon",
-    "optim.max_grad_norm": "gradient_clipping clip_grad_norm gradient_clip_val",
-    "schedule": "lr_scheduler scheduler",
+    "optim.max_grad_norm": "gradient_clipping clip_grad_norm",
+    "schedule": "lr_scheduler",
     "schedule.name: constant, linear, cosine or wsd": "lr_scheduler_type",
-    "schedule.warmup: a fraction of all steps if below 1, else a number of steps": (
-        "warmup_ratio warmup_steps num_warmup_steps"
-    ),
-    "schedule.min_lr: a fraction of optim.lr": "min_lr_ratio cosine_min_lr_ratio",
+    "schedule.warmup: a fraction of all steps if below 1, else a number of steps": "warmup_ratio warmup_steps",
+    "schedule.min_lr: a fraction of optim.lr": "min_lr_ratio",
     "not supported: no noise is added to embeddings (NEFTune)": "neftune_noise_alpha",
     "train.epochs": "num_train_epochs num_epochs",
-    "train.steps": "max_steps max_train_steps",
+    "train.steps": "max_steps",
     "train.global_batch_size": "train_batch_size",
     "train.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
-    "train.micro_batch_size: evaluation uses it too": "per_device_eval_batch_size eval_batch_size",
+    "train.micro_batch_size: evaluation uses it too": "per_device_eval_batch_size",
     "train.micro_batch_size: sequences per rank; train.global_batch_size counts those of a whole step": "batch_size",
     "derived from train.global_batch_size and train.micro_batch_size": "gradient_accumulation_steps",
     "train.compile": "torch_compile",
-    "seed": "data_seed",
     # eval, checkpoint, export, log, launch
     "eval.patience": "early_stopping_patience",
-    "eval.every": "eval_steps eval_strategy evals_per_epoch",
-    "checkpoint.every": "save_steps save_strategy saves_per_epoch",
+    "eval.every": "eval_steps eval_strategy",
+    "checkpoint.every": "save_steps save_strategy",
     "checkpoint.keep": "save_total_limit",
     "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
         "resume_from_checkpoint"
     ),
     "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
-    "not supported: a checkpoint has the optimizer's state, too; the export is the model alone": "save_only_model",
     "export.which: best, with checkpoint.keep_best": "load_best_model_at_end",
-    "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
+    "not supported: publish the export folder yourself, with hf upload": "push_to_hub",
     "name": "run_name",
     "log.every": "logging_steps",
-    "log.trackers": "report_to wandb use_wandb use_mlflow",
+    "log.trackers": "report_to wandb",
     "log.project": "wandb_project",
-    "not a recipe key: an environment variable of the library": "wandb_* mlflow_* trackio_*",
+    "not a recipe key: an environment variable of the library": "wandb_* mlflow_*",
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines",
     "launch.rdzv_endpoint: host:port of the first node": "main_process_ip main_process_port",
     "launch.timeout_s": "ddp_timeout",
     "not a recipe key, because a recipe cannot enable code: use --trust-remote-code, and set model.revision to a full "
     "commit": "trust_remote_code",
-    "not a recipe key, because recipes are copied to the run folder: set HF_TOKEN in the environment": (
-        "token hf_token use_auth_token"
-    ),
-    "not supported, except DPO: set data.format: preference, train.objective: dpo and train.dpo.beta": (
-        "rl reward_model kto_* simpo_*"
-    ),
+    "not a recipe key, because recipes are copied to the run folder: set HF_TOKEN in the environment": "token hf_token",
+    "not supported, except DPO: set data.format: preference, train.objective: dpo and train.dpo.beta": "rl",
 }
 
 # Foreign name → the text that replaces it.
@@ -204,17 +174,6 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     },
     "checkpoint.resume": {True: "auto", False: "never", None: "never"},
 }  # fmt: skip
-
-
-# Words of the Trainer's `fsdp: full_shard auto_wrap` → the keys of the section that they set.
-TRAINER_FSDP: dict[str, dict[str, Any]] = {
-    **{strategy.value.lower(): {"strategy": strategy.value} for strategy in Strategy},
-    "auto_wrap": {},
-    "offload": {"cpu_offload": True},
-}
-
-# (key, foreign value) → what else must be set for the recipe's value to mean the same.
-HINTS = {("fsdp.strategy", "zero1"): ", with fsdp.accumulation: hold"}
 
 
 def replacement_of(word: str) -> str | None:

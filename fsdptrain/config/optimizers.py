@@ -10,10 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
-from fsdptrain.config.dtypes import BYTES, Dtype
-
+# The dtypes that a recipe can name, and the bytes of one element.
+Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+HALF = ("bfloat16", "float16")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NF4_BYTES = 33 / 64  # of one number of a row: half a byte, and one byte for the scale of 64 numbers
 BLOCK = 256  # values of an 8-bit moment that share one scale: what the kernels of bitsandbytes support
 
 
@@ -62,27 +66,22 @@ StateOf = Callable[[Weight, Dtype], list[StateTensor]]  # (a parameter, the dtyp
 
 
 def _moments(weight: Weight, master: Dtype) -> list[StateTensor]:
-    """Return AdamW's two moments, in the dtype of the master weights."""
     return [StateTensor(key, weight.shape, master) for key in ("exp_avg", "exp_avg_sq")]
 
 
 def _moments_in_bfloat16(weight: Weight, master: Dtype) -> list[StateTensor]:
-    """Return AdamW's two moments, in bfloat16 whatever the master weights are."""
     return _moments(weight, "bfloat16")
 
 
 def _momentum(weight: Weight, master: Dtype) -> list[StateTensor]:
-    """Return one moment, in the dtype of the master weights."""
     return [StateTensor("momentum_buffer", weight.shape, master)]
 
 
 def _momentum_of_matrices(weight: Weight, master: Dtype) -> list[StateTensor]:
-    """Return one moment of a hidden matrix, else AdamW's two."""
     return (_momentum if is_orthogonalised(weight) else _moments)(weight, master)
 
 
 def _moment_in_float32(weight: Weight, master: Dtype) -> list[StateTensor]:
-    """Return one moment, in float32 whatever the master weights are."""
     return [StateTensor("state1", weight.shape, "float32")]
 
 
@@ -206,7 +205,7 @@ class OptimizerKind(StrEnum):
         "muon",
         OptimizerTraits(
             "fsdptrain.train.sharded_optimizers.ShardedMuon",
-            ADAM_SETTINGS | {"momentum": 0.95, "nesterov": True},
+            ADAM_SETTINGS | {"momentum": 0.95},
             _momentum_of_matrices,
             needs_ranks=True,
             splits=is_orthogonalised,
@@ -226,7 +225,7 @@ class OptimizerKind(StrEnum):
         "sgd",
         OptimizerTraits(
             "torch.optim.SGD",
-            {"momentum": 0.9, "nesterov": False},
+            {"momentum": 0.9},
             _momentum,
             {"fused": True},
             found_inf=True,

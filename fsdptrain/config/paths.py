@@ -27,15 +27,10 @@ def expanded(path: str) -> str:
 
 def path_fault(path: str) -> str | None:
     """Return why a path cannot be used as it is written, with the way out; None if it can."""
-    if "$" in path and URL.fullmatch(path):
-        return (
-            f"{path!r}: variables such as $USER are not expanded; write the URL out, or pass it on the command line "
-            "without quotes, so that the shell expands it (a $ in the name of an object: ? matches it in data.path)"
-        )
     if "$" in path:
         return (
             f"{path!r}: variables such as $HOME are not expanded; write the path out (~ is your home folder), or pass "
-            "it on the command line without quotes, so that the shell expands it"
+            "it on the command line without quotes, so that the shell expands it (in data.path ? matches a $)"
         )
     if expanded(path).startswith("~"):
         user = path.partition("/")[0]
@@ -53,34 +48,23 @@ def places(path: DataPath | None) -> list[str]:
     return path if isinstance(path, list) else [path]
 
 
-def paths_of(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the values of a recipe that are paths or may be paths: key → values."""
-    held_out = recipe.data.eval or {}
-    found: dict[str, Any] = {
-        "output_dir": recipe.output_dir,
-        "model.id": recipe.model.id,
-        "model.tokenizer": recipe.model.tokenizer,
-        "data.path": recipe.data.path,
-        "data.chat_template": template if is_template_file(template := recipe.data.chat_template) else None,
-        "data.sources": [place for item in recipe.data.sources for place in _written(item.get("path"))],
-        "adapter.from": recipe.adapter.from_,
-        "checkpoint.path": recipe.checkpoint.path,
-        "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
-    }
-    texts = {key: [each for each in _written(path) if isinstance(each, str)] for key, path in found.items()}
-    return {key: each for key, each in texts.items() if each}
-
-
-def _written(path: Any) -> list[Any]:
-    """Return the places that a value names, which may be none: another check refuses it."""
-    return places(path) if isinstance(path, (str, list)) else []
-
-
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
+    data, tokenizer = recipe.data, recipe.model.tokenizer
+    written = {
+        "output_dir": recipe.output_dir,
+        "model.id": recipe.model.id,
+        "model.tokenizer": tokenizer if isinstance(tokenizer, str) else None,
+        "data.path": data.path,
+        "data.chat_template": data.chat_template if is_template_file(data.chat_template) else None,
+        "data.sources": [place for item in data.sources for place in places(item.get("path"))],
+        "adapter.from": recipe.adapter.from_,
+        "checkpoint.path": recipe.checkpoint.path,
+        "data.eval": (data.eval or {}).get("path"),
+    }
     may_be_urls = ("checkpoint.path", "data.path", "data.sources", "data.eval")
-    for key, paths in paths_of(recipe).items():
-        for path in paths:
+    for key, value in written.items():
+        for path in places(value):
             if fault := path_fault(path) or (url_fault(path) if key in may_be_urls else None):
                 yield Problem(fault, key)
     if LIKE_A_URL.match(recipe.output_dir):

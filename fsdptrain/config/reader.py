@@ -1,7 +1,7 @@
 """Read a recipe strictly: YAML and overrides → `Recipe`, with a line number for every problem.
 
-The stages: YAML text → nodes (for the line numbers) → values, checked by the schema → `${name}` references, resolved by
-OmegaConf → `Recipe`. All problems are collected on the way and reported together.
+The stages: YAML text → nodes (for the line numbers) → values by key, each checked by the schema → `${name}` references,
+resolved by OmegaConf → `Recipe` → rules between keys. All problems are collected on the way and reported together.
 """
 
 from __future__ import annotations
@@ -19,36 +19,27 @@ from unicodedata import category
 
 import yaml
 
+from fsdptrain.config.keys import (
+    KEYS,
+    OPEN_MAPPINGS,
+    SECTIONS,
+    accepts,
+    canonical_spelling,
+    faults,
+    flat,
+    recipe_of,
+    value_text,
+)
 from fsdptrain.config.names import (
     REPLACEMENTS,
-    TRAINER_FSDP,
     leading_key,
     nearest_foreign_name,
     replacement_message,
     replacement_of,
 )
-from fsdptrain.config.reflection import (
-    all_fields,
-    all_paths,
-    annotation_of,
-    canonical_spelling,
-    flat,
-    key_of,
-    section_of,
-    type_words,
-)
 from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
-from fsdptrain.config.values import (
-    accepts,
-    below_open_mapping,
-    range_problems,
-    recipe_of,
-    typed,
-    value_text,
-    wrong_type_message,
-)
 from fsdptrain.errors import Problem, RecipeError, first_line
 
 MAX_RECIPE_BYTES = 64_000
@@ -113,9 +104,9 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     replaced = {ALTERNATIVES.get(leaf.path) for leaf in overriding if leaf.value is not None}
     leaves = [*(leaf for leaf in written if leaf.path not in replaced), *overriding]
     where = {leaf.path: leaf.where for leaf in leaves}
-    recipe = _assemble(leaves, problems)
-    problems += range_problems(recipe, where)
-    # Skip cross-field checks in sections that contain an invalid value: they would see the default in its place.
+    recipe = recipe_of(_tree(_checked(leaves, problems)))
+    recipe = dataclasses.replace(recipe, output_dir=recipe.output_dir.replace("${name}", recipe.name))  # of the default
+    # Skip rules between keys in sections that contain an invalid value: they would see the default in its place.
     faulty = {section for problem in problems for section in _sections(problem)}
     problems += [
         dataclasses.replace(p, where=where.get(p.field or "", name))
@@ -124,13 +115,9 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     ]
     if problems:
         raise RecipeError(_readable(problems))
-    return LoadedRecipe(_with_optimizer_defaults(recipe, where), where, text, folder)
-
-
-def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
-    """Return the recipe with the defaults of its optimizer in place of those of the schema."""
-    unset = {name: value for name, value in recipe.optim.name.traits.settings.items() if f"optim.{name}" not in where}
-    return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
+    unset = {key: value for key, value in recipe.optim.name.traits.settings.items() if f"optim.{key}" not in where}
+    recipe = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
+    return LoadedRecipe(recipe, where, text, folder)
 
 
 def read_recipe_text(path: Path) -> str:
@@ -180,18 +167,16 @@ def _sections(problem: Problem) -> Iterator[str | None]:
 
 def _readable(problems: list[Problem]) -> list[Problem]:
     """Return the first `MAX_PROBLEMS` problems in line order, long ones cut, and a count of the rest."""
-    cut = [dataclasses.replace(p, message=p.message[:500], field=p.field and p.field[:200]) for p in problems]
-    more = [Problem(f"and {len(cut) - MAX_PROBLEMS} more problems")] if len(cut) > MAX_PROBLEMS else []
-    return list(_without_repeated_key_lists(sorted(cut, key=_line)[:MAX_PROBLEMS])) + more
-
-
-def _without_repeated_key_lists(problems: list[Problem]) -> Iterator[Problem]:
-    """Yield the problems, each list of valid keys only once: another tool's file has dozens of unknown keys."""
-    seen = set()
-    for problem in problems:
-        repeated = problem.message in seen and problem.message.startswith(UNKNOWN)
-        yield dataclasses.replace(problem, message=UNKNOWN) if repeated else problem
-        seen.add(problem.message)
+    found: list[Problem] = []
+    for problem in sorted(problems, key=_line)[:MAX_PROBLEMS]:
+        message = problem.message[:500]
+        # Another tool's file has dozens of unknown keys: the valid ones are listed once.
+        if message.startswith(UNKNOWN) and any(message == each.message for each in found):
+            message = UNKNOWN
+        found.append(dataclasses.replace(problem, message=message, field=problem.field and problem.field[:200]))
+    if len(problems) > MAX_PROBLEMS:
+        found.append(Problem(f"and {len(problems) - MAX_PROBLEMS} more problems"))
+    return found
 
 
 def _line(problem: Problem) -> tuple[int, int]:
@@ -202,75 +187,60 @@ def _line(problem: Problem) -> tuple[int, int]:
 
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
     """Return every value of a YAML file, with its line."""
-    node = root_node(text, name, problems)
-    if node is None:
-        return []
-    if not isinstance(node, yaml.MappingNode):
-        problems.append(Problem("a recipe must be a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
-        return []
-    return list(_walk(node, Recipe, "", name, problems))
-
-
-def root_node(text: str, name: str, problems: list[Problem]) -> yaml.Node | None:
-    """Return the root of a YAML file; None if it is empty or if problems were added."""
     try:
         problems += [Problem(message, where=f"{name}:{line}") for message, line in unsupported_yaml(text)]
-        return None if problems else yaml.compose(text, Loader=RecipeLoader)
+        node = None if problems else yaml.compose(text, Loader=RecipeLoader)
+        if isinstance(node, yaml.MappingNode):
+            return [*_walk(node, "", name, problems)]
+        if node is not None:  # an empty file is no problem by itself
+            problems.append(Problem("a recipe must be a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or first_line(error)
         hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
         problems.append(Problem(f"is not valid YAML: {reason}{hint}", where=f"{name}{line}"))
-        return None
+    return []
 
 
-def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
-    """Yield the leaves of a mapping node whose keys should be the fields of the dataclass `schema`."""
-    sections = {key_of(f): f for f in dataclasses.fields(schema)}
+def _walk(node: yaml.MappingNode, section: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
+    """Yield the leaves of a mapping node whose keys should be those of a section of the schema ("": the recipe)."""
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
-        where = f"{name}:{key_node.start_mark.line + 1}"
+        line = key_node.start_mark.line + 1
+        where = f"{name}:{line}"
         if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(Problem("a key must be a plain word", prefix.rstrip(".") or None, where))
+            problems.append(Problem("a key must be a plain word", section or None, where))
             continue
         word = str(key_node.value)
-        path = prefix + word
+        path = f"{section}.{word}" if section else word
         if word in seen:
             problems.append(Problem(f"is set twice (first on line {seen[word]})", path, where))
-            continue
-        seen[word] = key_node.start_mark.line + 1
-        if word not in sections:
-            problems.append(Problem(_unknown_key_message(word, prefix, list(sections)), path, where))
-            continue
-        section = section_of(schema, sections[word].name)
-        if section is None:
+        elif word not in SECTIONS[section]:
+            problems.append(Problem(_unknown_key_message(word, section), path, where))
+        elif path in KEYS:
             before = len(problems)
-            value = value_of_node(value_node, path, where, problems)
+            value = _value_of_node(value_node, path, where, problems)
             if len(problems) == before:
                 yield Leaf(path, canonical_spelling(path, value), where)
         elif isinstance(value_node, yaml.MappingNode):
-            yield from _walk(value_node, section, f"{path}.", name, problems)
+            yield from _walk(value_node, path, name, problems)
         elif not (isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null")):
-            problems.append(Problem(_section_message(value_node, section, path), path, where))
+            problems.append(Problem(_section_message(path, _value_of_node(value_node, path, "", [])), path, where))
+        seen.setdefault(word, line)
 
 
-def _section_message(node: yaml.Node, section: type, path: str) -> str:
+def _section_message(section: str, value: Any) -> str:
     """Return the message for a section that is set to a value: its keys, and a hint if the first accepts the value."""
-    keys = [key_of(f) for f in dataclasses.fields(section)]
-    message = f"is a section with the keys {', '.join(keys)}"
-    written = value_of_node(node, path, "", [])
-    words = [str(word).lower() for word in (written if isinstance(written, list) else str(written).split())]
-    if path == "fsdp" and words and all(word in TRAINER_FSDP for word in words):
-        meant = {key: item for word in words for key, item in TRAINER_FSDP[word].items()}
-        return f"{message}; did you mean {yaml_text(meant)}?"
-    value = canonical_spelling(f"{path}.{keys[0]}", written)
-    if value is not None and accepts(f"{path}.{keys[0]}", value):
-        message += f"; did you mean {{{keys[0]}: {yaml_text(value)}}}?"
+    message = f"is a section with the keys {', '.join(SECTIONS[section])}"
+    first = SECTIONS[section][0]
+    value = canonical_spelling(f"{section}.{first}", value)
+    if value is not None and accepts(f"{section}.{first}", value):
+        message += f"; did you mean {{{first}: {yaml_text(value)}}}?"
     return message
 
 
-def value_of_node(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
+def _value_of_node(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
     """Return the Python value of a node; None, with a problem added, if it has none."""
     loader = RecipeLoader("")
     try:
@@ -291,8 +261,8 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
         if not equals or not path:
             problems.append(Problem(f"{word!r} is not an override; write key=value", where=COMMAND_LINE))
             continue
-        if not _is_key(path):
-            problems.append(Problem(_not_a_key_message(path), path, COMMAND_LINE))
+        if fault := _not_a_key_message(path):
+            problems.append(Problem(fault, path, COMMAND_LINE))
             continue
         try:
             message, _ = next(unsupported_yaml(text), (None, 0))
@@ -308,155 +278,135 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
     return leaves
 
 
-def _is_key(path: str) -> bool:
-    """Return whether a dotted path is a key of the recipe, or of an open mapping such as model.config."""
-    schema: type | None = Recipe
-    words = path.split(".")
-    if not all(re.fullmatch(r"[^\W\d]\w*|\d+", word) for word in words) or len(words) > MAX_DEPTH:
-        return False
-    for i, word in enumerate(words):
-        names = {key_of(f): f.name for f in dataclasses.fields(schema)} if schema else {}
-        if word not in names or schema is None:
-            return False
-        schema = section_of(schema, names[word])
-        if schema is None:  # a leaf: only open mappings have keys below it
-            return i == len(words) - 1 or below_open_mapping(path)
-    return False
-
-
-def _not_a_key_message(path: str) -> str:
-    """Return the message for an override of a path that is not a key: a section, a part of a value, or unknown."""
+def _not_a_key_message(path: str) -> str | None:
+    """Return what is wrong with the path of an override; None for a key, or a key of an open mapping."""
     parent, _, last = path.rpartition(".")
-    if any(known.startswith(f"{path}.") for known in all_paths()):
-        return f"is a section: set one of its keys ({', '.join(_keys_below(path))})"
-    if parent in all_paths():
-        return f"`{parent}` has no keys below it: set {parent} to {type_words(parent)}"
-    return _unknown_key_message(last, f"{parent}." if parent else "", _keys_below(parent))
+    words = path.split(".")
+    if path in KEYS:
+        return None
+    if path in SECTIONS:
+        return f"is a section: set one of its keys ({', '.join(SECTIONS[path])})"
+    if _key_above(path) in OPEN_MAPPINGS:
+        plain = len(words) <= MAX_DEPTH and all(re.fullmatch(r"\w+", word) for word in words)
+        return None if plain else f"a key has letters, digits and _, and is at most {MAX_DEPTH} levels deep"
+    if parent in KEYS:
+        return f"`{parent}` has no keys below it: set {parent} to {KEYS[parent].type_words}"
+    return _unknown_key_message(last, parent)
 
 
-def _keys_below(parent: str) -> list[str]:
-    """Return the dotted paths below a section, without the section's own; the top-level keys for an empty parent."""
-    below = [p.removeprefix(f"{parent}.") for p in all_paths() if p.startswith(f"{parent}.")]
-    return below or ([] if parent else [key_of(f) for f in dataclasses.fields(Recipe)])
+def _key_above(path: str) -> str:
+    """Return the open mapping that a path is below: `model.config` of `model.config.hidden_size`; else the path."""
+    return next((key for key in OPEN_MAPPINGS if path.startswith(f"{key}.")), path)
 
 
-def _unknown_key_message(word: str, prefix: str, siblings: list[str]) -> str:
+def _unknown_key_message(word: str, section: str) -> str:
     """Return the message for a key that does not exist: what replaces another tool's key, or the nearest name."""
     if text := replacement_of(word):
         return replacement_message(text)
-    same_word = [path[: at.end()] for path in all_paths() if (at := re.search(rf"(?<=\.){re.escape(word)}\b", path))]
-    near = get_close_matches(word, siblings, n=1, cutoff=0.6)
+    here = SECTIONS.get(section, SECTIONS[""])
+    paths = [*KEYS, *SECTIONS]
+    same_word = [path for path in paths if path.rpartition(".")[2] == word and "." in path]
+    near = get_close_matches(word, here if section in SECTIONS else [], n=1, cutoff=0.6)
     foreign = None if same_word else nearest_foreign_name(word)
     if foreign and get_close_matches(word, [*near, foreign], n=1) == [foreign]:  # nearer than the recipe's own keys
         return f"{UNKNOWN}; did you mean `{foreign}`? It {replacement_message(REPLACEMENTS[foreign])}"
-    suggestions = [f"{prefix}{name}" for name in near] + same_word
-    suggestions += get_close_matches(prefix + word, all_paths(), n=1, cutoff=0.7)
+    suggestions = [f"{section}.{name}".lstrip(".") for name in near] + same_word
+    suggestions += get_close_matches(f"{section}.{word}".lstrip("."), KEYS, n=1, cutoff=0.7)
     if suggestions:
         return f"{UNKNOWN}; did you mean `{suggestions[0]}`?"
-    return f"{UNKNOWN}; the keys here are: {', '.join(siblings or [key_of(f) for f in dataclasses.fields(Recipe)])}"
+    return f"{UNKNOWN}; the keys here are: {', '.join(here)}"
 
 
-def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
-    """Return the `Recipe` of these values: check their types, resolve references, build the dataclass."""
-    tree: dict[str, Any] = {}
-    accepted: dict[str, Leaf] = {}
-    wrong: list[Leaf] = []
+def _checked(leaves: list[Leaf], problems: list[Problem]) -> dict[str, Any]:
+    """Return the valid values, by key, with references resolved; add a problem for each other one."""
+    values: dict[str, Any] = {}
+    where: dict[str, str] = {}
     for leaf in leaves:
-        if message := _not_json_message(leaf.value, any_text=leaf.path in _ANY_TEXT):
-            problems.append(Problem(message, leaf.path, leaf.where))
-        elif not (_has_reference(leaf.value) or _has_type(leaf.path, leaf.value)) or not _put(tree, leaf):
-            wrong.append(leaf)
-        else:
-            accepted.pop(leaf.path, None)  # so that the values are in the order in which they were set
-            accepted[leaf.path] = leaf
+        key, value, field = _key_above(leaf.path), leaf.value, leaf.path
+        messages = [*_not_plain_messages(value, any_text="any_text" in KEYS[key].limits)][:1]
+        if not messages and key != leaf.path:
+            value, messages = _with_item(values.get(key, {}), leaf.path.removeprefix(f"{key}.").split("."), value)
+        if not messages and not _has_reference(value):
+            field, messages = key, faults(key, value)
+        problems += [Problem(message, field, leaf.where) for message in messages]
+        if not messages:
+            values[key], where[key] = value, leaf.where
     # References are resolved when all values are set: one may point further down, and an override replaces a value.
-    if any(_has_reference(leaf.value) for leaf in accepted.values()):
-        tree, unresolved = _with_references(tree, accepted)
-        wrong += unresolved
-    problems += [Problem(wrong_type_message(leaf.path, leaf.value), leaf.path, leaf.where) for leaf in wrong]
-    if wrong:  # start again without them: the other values are then checked beside defaults
-        return _assemble([leaf for leaf in leaves if leaf not in wrong], [])
-    recipe: Recipe = recipe_of(tree)
-    return dataclasses.replace(recipe, output_dir=recipe.output_dir.replace("${name}", recipe.name))  # of the default
+    referring = {key: value for key, value in values.items() if _has_reference(value)}
+    for key, value in _resolved(values, referring).items() if referring else ():
+        messages = faults(key, value)
+        if _has_reference(value):
+            messages = [_REFERENCE_MESSAGE.format(value_text(value), KEYS[key].type_words)]
+        problems += [Problem(message, key, where[key]) for message in messages]
+        values[key] = value
+        if messages:
+            del values[key]
+    return values
 
 
-def _has_type(path: str, value: Any) -> bool:
-    """Return whether a value has the type of its key; below an open mapping every value has it."""
-    if not below_open_mapping(path):
+_REFERENCE_MESSAGE = (
+    "{} does not give {}: ${{key}} refers to another key of the recipe, not to an environment variable (~ is your home "
+    "folder)"
+)
+
+
+def _with_item(mapping: dict[str, Any], words: list[str], value: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of an open mapping with one more value, and what prevents it."""
+    mapping = copy.deepcopy(mapping)
+    place: Any = mapping
+    for word in words[:-1]:
+        place = place.setdefault(word, {})
+        if not isinstance(place, dict):
+            return mapping, [f"`{word}` is {value_text(place)}, which has no keys below it"]
+    place[words[-1]] = value
+    return mapping, []
+
+
+def _resolved(values: dict[str, Any], referring: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that have references, resolved; as they are if they cannot be."""
+    from omegaconf import OmegaConf  # takes 0.1 s to import, and few recipes have references
+    from omegaconf.errors import OmegaConfBaseException
+
+    config, found = OmegaConf.create(_tree(flat(Recipe()) | values)), dict(referring)
+    for key in referring:
         try:
-            typed(value, annotation_of(path))
-        except (ValueError, OverflowError):
-            return False
-    return True
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            found[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def _tree(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by dotted path as nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        place = tree
+        for word in parents:
+            place = place.setdefault(word, {})
+        place[last] = value
+    return tree
 
 
 def _has_reference(value: Any) -> bool:
     return any(isinstance(item, str) and "${" in item for item in _within(value))
 
 
-def _put(tree: dict[str, Any], leaf: Leaf) -> bool:
-    """Set a value in a tree of sections; return whether there is such a place."""
-    *parents, last = leaf.path.split(".")
-    place: Any = tree
-    for word in parents:
-        if isinstance(place, dict):
-            place = place.setdefault(word, {})
-        else:  # in a value of an open mapping
-            place = place[int(word)] if _is_index(place, word) else None
-    if not isinstance(place, dict) and not _is_index(place, last):
-        return False
-    place[last if isinstance(place, dict) else int(last)] = copy.deepcopy(leaf.value)
-    return True
-
-
-def _is_index(value: Any, word: str) -> bool:
-    return isinstance(value, list) and word.isdigit() and int(word) < len(value)
-
-
-def _with_references(tree: dict[str, Any], accepted: dict[str, Leaf]) -> tuple[dict[str, Any], list[Leaf]]:
-    """Return the tree with its references resolved, and the values with references that cannot be."""
-    from omegaconf import OmegaConf  # takes 0.1 s to import, and few recipes have references
-    from omegaconf.errors import OmegaConfBaseException
-
-    whole: dict[str, Any] = {}
-    for path, value in flat(Recipe()).items():
-        _put(whole, Leaf(path, value, ""))
-    for leaf in accepted.values():
-        _put(whole, leaf)
-    config, unresolved = OmegaConf.create(whole), []
-    for leaf in accepted.values():
-        if _has_reference(leaf.value):
-            try:
-                value = OmegaConf.select(config, leaf.path, throw_on_missing=True)
-                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
-                unresolved.append(leaf)
-                continue
-            if _has_type(leaf.path, value):
-                _put(tree, dataclasses.replace(leaf, value=value))
-            else:
-                unresolved.append(leaf)
-    return tree, unresolved
-
-
-_ANY_TEXT = {path for path, spec in all_fields() if spec.metadata.get("any_text")}
-
-
-def _not_json_message(value: Any, any_text: bool) -> str | None:
-    """Return why a value would not survive a round trip through the plan, which is JSON; None if it would."""
+def _not_plain_messages(value: Any, any_text: bool) -> Iterator[str]:
+    """Yield why a value would not survive a round trip through the plan, which is JSON."""
+    refused = ("Cs",) if any_text else ("Cc", "Cs")
     for item in _within(value):
         if isinstance(item, float) and not math.isfinite(item):
-            return f"{item} is not a finite number"
+            yield f"{item} is not a finite number"
         if isinstance(item, dict) and not all(isinstance(name, str) for name in item):
-            return f"{value_text(item)} has keys that are not strings: put quotes around them"
+            yield f"{value_text(item)} has keys that are not strings: put quotes around them"
         if item == "???":  # to OmegaConf and Hydra
-            return "??? stands for a value that is missing: replace it"
+            yield "??? stands for a value that is missing: replace it"
         if isinstance(item, str) and _bad_reference(item):
-            return "only plain ${key} references are allowed; resolvers are refused"
-        refused = ("Cs",) if any_text else ("Cc", "Cs")
+            yield "only plain ${key} references are allowed; resolvers are refused"
         if isinstance(item, str) and (odd := next((c for c in item if category(c) in refused), None)):
-            return f"contains the control character {odd!a}"
-    return None
+            yield f"contains the control character {odd!a}"
 
 
 def _within(value: Any) -> Iterator[Any]:

@@ -7,10 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdptrain.config.dtypes import ComputeDtype, Dtype
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
-from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
+from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, ComputeDtype, Dtype, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
+
+# What several keys need to have an effect.
+GATHERS = {"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]}
+PARTLY_TRAINED = {"data.format": [form for form in Format if form.is_trained_in_part]}
+RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
+DPO = {"train.objective": ["dpo"]}
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
@@ -19,12 +24,12 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
     values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
 
-    The limits are `at_least`, `above`, `at_most`, `forms`, `values`, `items` and `any_text`. `forms` lists what a key
-    of several types accepts: a string or None is that value, a type is any value of it, a pattern is any string that
-    matches it, `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are
-    optional).
-    `values` is the same for the values of a mapping whose keys are free; `items` is the dataclass of the items of a
-    list. `any_text` allows strings that are empty, white space or control characters.
+    The limits are `at_least`, `above`, `at_most`, `pair_below` (of a list: two numbers in [0, N)), `forms`, `values`,
+    `items` and `any_text`. `forms` lists what a key of several types accepts: a string or None is that value, a type is
+    any value of it, a pattern is any string that matches it, `list[str]` is such a list, and a dict is a mapping with
+    exactly these keys (those that end in `"?"` are optional). `values` is the same for the values of a mapping whose
+    keys are free; `items` is the dataclass of the items of a list. `any_text` allows strings that are empty, white
+    space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -51,8 +56,7 @@ class Model:
     config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
     ignore_weights: list[str] = key(
         [],
-        "tensors of the files that the architecture does not know, by name or pattern (`*` matches any characters), "
-        "which are neither trained nor exported",
+        "tensors of the files, by name or pattern, that the architecture does not know; they are not exported",
         needs={"model.init": ["pretrained"]},
     )
     init: Literal["pretrained", "random"] = key(
@@ -85,12 +89,7 @@ class Adapter:
     r: int = key(16, "rank of the adapters", needs="adapter.kind", at_least=1, at_most=2**14)
     alpha: float = key(32.0, "an adapter's output is multiplied by alpha / r", needs="adapter.kind", above=0)
     dropout: float = key(
-        0.0,
-        "share of an adapter's inputs that are set to 0 in training",
-        needs="adapter.kind",
-        unset=0.0,
-        at_least=0,
-        at_most=0.9,
+        0.0, "share of an adapter's inputs that are set to 0", needs="adapter.kind", unset=0.0, at_least=0, at_most=0.9
     )
     target: Any = key(
         "all-linear",
@@ -111,8 +110,6 @@ class Adapter:
     )
 
 
-_CHATS = [form for form in Format if form.is_chat]
-_RENDERED = [form for form in Format if form.renders_chat]
 Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
 
 
@@ -135,40 +132,32 @@ class SourceKeys:
     )
     columns: dict[str, Any] = key(
         {},
-        "field → name of its column, where they differ; a list of columns is joined: texts with empty lines, messages "
-        "one after the other, of which the last column is trained",
+        "field → its column, where the names differ; a list of columns is joined, and its last one is trained",
         values=(str, list[str]),
     )
     train_on: Literal["all", "completion"] = key(
-        "completion",
-        "which tokens count in the loss (format text: all)",
-        needs={"data.format": [form for form in Format if form.is_trained_in_part]},
-        unset="all",
+        "completion", "which tokens count in the loss (format text: all)", needs=PARTLY_TRAINED, unset="all"
     )
     separator: str = key(
         "",
-        'text between prompt and completion, as part of the prompt ("\\n": a line break)',
+        'text between prompt and completion, a part of the prompt ("\\n": a line break)',
         needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]},
         any_text=True,
     )
     long_rows: LongRows | None = key(
         None,
-        "a row of more than seq_len tokens is split into several rows, cut at that length, or dropped; null: split for "
-        "text, else cut",
+        "what happens to rows of more than seq_len tokens; null: split for text, else cut",
         needs={"data.packing": ["bfd", "none"]},
     )
     turns: Literal["all", "last", "split"] = key(
         "all",
         "the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without "
         "their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row",
-        needs={"data.format": _CHATS, "data.train_on": ["completion"]},
+        needs={"data.format": [form for form in Format if form.is_chat], "data.train_on": ["completion"]},
         unset="all",
     )
     chat_template_kwargs: dict[str, Any] = key(
-        {},
-        "values for variables of the chat template, such as {enable_thinking: false}",
-        needs={"data.format": _RENDERED},
-        unset={},
+        {}, "values for variables of the chat template, such as {enable_thinking: false}", needs=RENDERED, unset={}
     )
     drop_duplicates: bool = key(
         False, "of rows that become the same tokens, keep the first, in the order of the sources"
@@ -215,7 +204,7 @@ class Data(SourceKeys):
     chat_template: str | None = key(
         None,
         "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
-        needs={"data.format": _RENDERED},
+        needs=RENDERED,
         any_text=True,
     )
     eval: Any = key(
@@ -275,13 +264,6 @@ class Fsdp:
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.in_groups]},
         at_least=1,
     )
-    compare_copies_every: int | None = key(
-        None,
-        "HYBRID_*, NO_SHARD: steps between two comparisons of the copies of the model; null: only at the start and "
-        "before each checkpoint",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.replicates]},
-        at_least=1,
-    )
     wrap: Any = key(
         "auto",
         "what becomes a unit: auto (the model's decoder layers), a list of class names, or {min_params: N}",
@@ -294,20 +276,8 @@ class Fsdp:
         needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
         unset="NONE",
     )
-    reshard_after_forward: int | None = key(
-        None,
-        "ranks in a group that keeps a unit's weights after forward, each a part, so that backward gathers from them "
-        "alone, such as those of a node; null: each keeps its shard",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
-        at_least=2,
-    )
     forward_prefetch: int = key(
-        0,
-        "extra units to gather ahead in forward",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=0,
-        at_least=0,
-        at_most=16,
+        0, "extra units to gather ahead in forward", needs=GATHERS, unset=0, at_least=0, at_most=16
     )
     accumulation: Literal["reduce", "hold", "hold_shards"] = key(
         "reduce",
@@ -321,12 +291,6 @@ class Fsdp:
         "in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are joined",
         needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]},
         at_least=1,
-    )
-    ignore: list[str] = key(
-        [],
-        "frozen parameters that every rank keeps whole instead of gathering them, given as in model.trainable",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
-        unset=[],
     )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
@@ -350,12 +314,8 @@ class Parallel:
 
     context: int = key(
         1,
-        "ranks that share each row, for sequences that are too long for one GPU: each computes a part of the tokens, "
-        "and in attention a part of the heads",
+        "ranks that share each row, for long sequences: each has a part of the tokens, and in attention of the heads",
         at_least=1,
-    )
-    context_over_nodes: bool = key(
-        False, "let ranks of several nodes share a row, although links between nodes are slow"
     )
 
 
@@ -375,9 +335,9 @@ class Optim:
     lr: float = key(2e-5, "peak learning rate", at_least=0)
     betas: list[float] = key(
         DEFAULT_OPTIMIZER.traits.settings["betas"],
-        "decay of the first and second moments; lion: weights of its momentum in the update and in itself, by default "
-        "[0.9, 0.99]",
+        "decay of the first and second moments; lion: of its momentum in the update and in itself, [0.9, 0.99]",
         needs=_optimizers_with("betas"),
+        pair_below=1,
     )
     eps: float = key(
         DEFAULT_OPTIMIZER.traits.settings["eps"],
@@ -387,20 +347,14 @@ class Optim:
     )
     momentum: float = key(
         0.9,
-        "sgd and muon: decay of the momentum; muon: by default 0.95; sgd with 0 keeps no state",
+        "sgd and muon: decay of the momentum (muon: 0.95); sgd with 0 keeps no state",
         needs=_optimizers_with("momentum"),
         at_least=0,
         at_most=0.9999,
     )
-    nesterov: bool = key(
-        False,
-        "sgd and muon: Nesterov's momentum; muon: by default true",
-        needs=_optimizers_with("nesterov") | {"optim.momentum": ()},
-    )
     weight_decay: float = key(
         0.1,
-        "decay of matrices and of all matrices of adapters, none for norms, biases and embeddings; decoupled, but sgd "
-        "adds it to the gradient",
+        "decay of matrices, not of norms, biases and embeddings; decoupled, but sgd adds it to the gradient",
         at_least=0,
     )
     max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
@@ -422,10 +376,7 @@ class Schedule:
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape after the warm-up")
     warmup: float = key(
-        0.03,
-        "length of the warm-up: a fraction of all steps if below 1, else a number of steps; if it is longer than the "
-        "run, the rate does not reach optim.lr",
-        at_least=0,
+        0.03, "length of the warm-up: a fraction of all steps if below 1, else a number of steps", at_least=0
     )
     min_lr: float = key(
         0.1,
@@ -441,23 +392,17 @@ class Dpo:
     """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0."""
 
     beta: float = key(
-        0.1,
-        "how strongly the model is held to the reference: the larger, the closer it stays",
-        needs={"train.objective": ["dpo"]},
-        above=0.0,
+        0.1, "how strongly the model is held to the reference: the larger, the closer it stays", needs=DPO, above=0.0
     )
     label_smoothing: float = key(
         0.0,
-        "share of the pairs that are assumed to be labelled the wrong way round (conservative DPO)",
-        needs={"train.objective": ["dpo"]},
+        "share of the pairs that are assumed to be labelled the wrong way round",
+        needs=DPO,
         at_least=0.0,
         at_most=0.5,
     )
     sft_weight: float = key(
-        0.0,
-        "add this times the cross-entropy of each chosen answer, averaged over its tokens",
-        needs={"train.objective": ["dpo"]},
-        at_least=0.0,
+        0.0, "add this times the cross-entropy of each chosen answer, averaged over its tokens", needs=DPO, at_least=0.0
     )
 
 
@@ -510,10 +455,7 @@ class Eval:
         at_least=1,
     )
     patience: int | None = key(
-        None,
-        "end the run after this many evaluations without a lower held-out loss; the first weights do not count",
-        needs="eval.every",
-        at_least=1,
+        None, "end the run after this many evaluations without a lower held-out loss", needs="eval.every", at_least=1
     )
     best_of: str | None = key(
         None,
@@ -522,14 +464,13 @@ class Eval:
     )
     prompts: list[str] = key(
         [],
-        "texts that the model continues at each evaluation, choosing the most likely tokens; messages of a user if a "
-        "source is of format chat",
+        "texts that the model continues greedily at each evaluation; for a source of chats, messages of a user",
         needs="data.eval",
         any_text=True,
     )
     max_new_tokens: int = key(
         64,
-        "tokens with which it continues each at most; all ranks compute one forward pass for each of them",
+        "the most tokens of each continuation; all ranks compute a forward pass for each",
         needs="eval.prompts",
         unset=64,
         at_least=1,
@@ -549,8 +490,7 @@ class Checkpoint:
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     keep_best: int | None = key(
         None,
-        "also keep this many checkpoints with the lowest held-out loss (eval.best_of); an evaluation that is one of "
-        "them is saved",
+        "also keep this many checkpoints with the lowest held-out loss (eval.best_of)",
         needs="eval.every",
         at_least=1,
     )
@@ -643,7 +583,7 @@ class Launch:
 
     nproc_per_node: Any = key(
         "auto",
-        "workers per node; auto: one per visible GPU that gets a micro-batch in each step, or 2 on a CPU",
+        "workers per node; auto: one per GPU that gets a micro-batch in each step, or 2 on a CPU",
         forms=("auto", int),
         at_least=1,
         at_most=MAX_WORKERS,

@@ -2,7 +2,11 @@
 
 The whole conversation is rendered once, and that text is what is trained (with `data.turns: last` or `split`, a
 conversation is what leads to one turn, with that turn). The assistant's parts of it are located by the template's own
-`{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
+`{% generation %}` marks, or by rendering the conversation again with marks (see `turn_spans`).
+
+Every value of a conversation changes the text, or is left out, which is refused or counted. One rendering with a mark
+behind each value shows most of them. For each of the others, the conversation is rendered with another value in its
+place: if that gives the same text, the template does not read it.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.messages import THOUGHT_KEYS
-from fsdptrain.data.omissions import cuts_tools, describe_left_out, find_left_out
+from fsdptrain.data.columns import THOUGHT_KEYS
 from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turn_spans import (
     BEGIN,
@@ -32,17 +35,88 @@ from fsdptrain.data.turn_spans import (
     Mark,
     MarkedConversation,
     Message,
+    Render,
     Span,
     TurnFinder,
     called_tools,
     cannot_locate,
     check_order,
+    delimiters_for,
     function_of,
     with_function,
 )
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
 from fsdptrain.text import size
+
+Path = tuple[Any, ...]  # keys and indices that lead to a value
+FOR_AN_API = ("strict", "additionalProperties")  # keys of tools that no template renders for a model
+
+
+def _left_out(
+    render: Render, messages: list[Message], tools: list[Any] | None, text: str, values: list[tuple[Path, Any]]
+) -> Iterator[Path]:
+    """Yield the paths of those of these values that `text`, the rendering of the messages, does not depend on."""
+    if not values:
+        return
+    row = {"messages": messages, "tools": tools}
+    delimiters, marked = delimiters_for(text), row
+    marks = [str(number).join(delimiters) for number in range(len(values))]
+    for (path, value), mark in zip(values, marks, strict=True):
+        marked = _replaced(marked, path, value + mark if isinstance(value, str) else mark)
+
+    def rendered(row: dict[str, Any]) -> str | None:
+        try:
+            return render(row["messages"], row["tools"], False)
+        except DataError:
+            return None
+
+    found = rendered(marked) or ""
+    missing = [each for each, mark in zip(values, marks, strict=True) if len(delimiters) < 2 or mark not in found]
+    yield from (path for path, value in missing if rendered(_replaced(row, path, _another(value))) == text)
+
+
+def _values(messages: list[Message], tools: list[Any] | None) -> Iterator[tuple[Path, Any]]:
+    """Yield what a template should render, each with its path: contents, thoughts, calls, and the names of tools."""
+    functions: list[tuple[Path, Any]] = [(("tools", n), tool) for n, tool in enumerate(tools or [])]
+    for i, message in enumerate(messages):
+        for key in ("content", *THOUGHT_KEYS):
+            if isinstance(text := message.get(key), str) and text.strip():
+                yield ("messages", i, key), text
+        functions += [
+            (("messages", i, "tool_calls", n), call) for n, call in enumerate(message.get("tool_calls") or [])
+        ]
+    for path, call in functions:
+        function = function_of(call)
+        if isinstance(function.get("name"), str):
+            path = (*path, "function") if "function" in call else path
+            yield (*path, "name"), function["name"]
+            yield from _leaves(function.get("arguments", {}), (*path, "arguments"))
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def _replaced(value: Any, path: Path, other: Any) -> Any:
+    """Return a copy of nested lists and mappings in which one value is replaced."""
+    if not path:
+        return other
+    copy = value.copy()
+    copy[path[0]] = _replaced(value[path[0]], path[1:], other)
+    return copy
+
+
+def _another(value: Any) -> Any:
+    """Return another value of the same type."""
+    if isinstance(value, str):
+        return "x" if value != "x" else "y"
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else 0
+
 
 TEMPLATE_S = 30  # how long a chat template may render one conversation
 TEMPLATE_BYTES = 2**32  # how much memory it may take, beyond what is in use before
@@ -64,11 +138,6 @@ OF_SERVERS = "\n"
 
 MAX_TOOLS = 1000  # lists of tools of which it is remembered whether the template leaves out a part
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
-
-
-def plain_template(prefix: str) -> str:
-    """Return the plain chat template with `prefix`, which the tokenizer puts before every text, in front."""
-    return prefix + PLAIN_CHAT_TEMPLATE
 
 
 @dataclass
@@ -167,23 +236,32 @@ class ConversationRenderer:
         marks = conversation.view.marks if conversation else []
         begun, shown = ({mark.message for mark in marks if mark.kind == kind} for kind in (BEGIN, END))
         shortened = {i for i in wanted if not _is_within(messages[i].get("content"), text)}
-        for path in find_left_out(self._apply_template, messages, tools, text, shown):
+        values = [each for each in _values(messages, tools) if each[0][2] != "content" or each[0][1] not in shown]
+        for path in _left_out(self._apply_template, messages, tools, text, values):
             if path[-1] not in THOUGHT_KEYS:
-                raise DataError(f"the chat template leaves out {describe_left_out(path, messages, tools)}")
+                raise _left_out_error(path, messages)
             shortened |= {path[1]} & {*wanted}
         self.notes["shortened"] += len(shortened)
         self.notes["cut_tools"] += len(wanted) * self._cuts_tools(messages, tools, text)
         self.notes["cut_content"] += sum(messages[i]["role"] != "assistant" for i in begun ^ shown)
 
     def _cuts_tools(self, messages: list[Message], tools: list[Any] | None, text: str) -> bool:
-        """Return whether the template leaves out a part of the tools; asked once of tools that come again."""
+        """Return whether the template leaves out a part of the tools, such as a description of a parameter.
+
+        It is asked once of tools that come again. `type: function` and FOR_AN_API are not looked for.
+        """
         if not tools:
             return False
         key = json.dumps(tools, default=str)
         if key not in self.cut_tools:
             if len(self.cut_tools) == MAX_TOOLS:
                 self.cut_tools.clear()
-            self.cut_tools[key] = cuts_tools(self._apply_template, messages, tools, text)
+            values = list[tuple[Path, Any]]()
+            for n, tool in enumerate(tools):
+                place = ("tools", n, "function") if "function" in tool else ("tools", n)
+                leaves = _leaves(function_of(tool), place)
+                values += [each for each in leaves if each[0][-1] not in FOR_AN_API and each[0][2:] != ("type",)]
+            self.cut_tools[key] = any(True for _ in _left_out(self._apply_template, messages, tools, text, values))
         return self.cut_tools[key]
 
     def _as_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
@@ -382,20 +460,7 @@ def _rejection(messages: list[Message], error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def _finishing(messages: list[Message], day: date | None) -> Iterator[None]:
-    """Let templates see `day` inside; raise DataError for one that does not finish."""
-    try:
-        with _limited_resources(), templates_on(day):
-            yield
-    except (TimeoutError, MemoryError) as error:
-        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
-        raise DataError(
-            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
-        ) from None
-
-
-@contextlib.contextmanager
-def _limited_resources() -> Iterator[None]:
-    """Raise TimeoutError or MemoryError for what takes longer than TEMPLATE_S or more memory than TEMPLATE_BYTES.
+    """Let templates see `day` inside; raise DataError for one that needs more than TEMPLATE_S or TEMPLATE_BYTES.
 
     transformers renders in jinja's sandbox, which keeps code inside but does not stop nested loops or products of
     texts. The timer uses a signal, so it works only in the main thread of a process, where all of `prepare` runs.
@@ -409,9 +474,33 @@ def _limited_resources() -> Iterator[None]:
     try:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
-        with memory_limited_to(TEMPLATE_BYTES):
+        with memory_limited_to(TEMPLATE_BYTES), templates_on(day):
             yield
+    except (TimeoutError, MemoryError) as error:
+        reason = str(error) or f"rendering takes more than {size(TEMPLATE_BYTES)} of memory"
+        raise DataError(
+            f"the chat template does not finish: {reason}; the conversation begins {str(messages)[:120]}"
+        ) from None
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
+
+
+def _left_out_error(path: Path, messages: list[Message]) -> DataError:
+    """Return the error for a value that a template leaves out, with a way out."""
+    kind, number, *rest = path
+    if kind == "tools":
+        what = "the tools; use a template that renders `tools`, or remove the column"
+    elif rest[0] == "tool_calls":
+        calls = messages[number]["tool_calls"]
+        what = f"the call of {function_of(calls[rest[1]])['name']!r} in message {number + 1}"
+        if len(calls) > 1:
+            what += f" (call {rest[1] + 1} of {len(calls)})"
+        if "arguments" in rest and (key := rest[rest.index("arguments") + 1 :]):
+            what = f"{'.'.join(map(str, key))!r} in {what}"
+        what += "; use a template that renders all `tool_calls`, or write the call as the message's content"
+    else:
+        role = messages[number]["role"]
+        what = f"the {rest[0]} of message {number + 1} ({role}); use a template that renders it, or remove it"
+    return DataError(f"the chat template leaves out {what}")

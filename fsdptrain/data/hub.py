@@ -22,10 +22,9 @@ from safetensors import safe_open
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from fsdptrain.config.paths import is_folder, model_name_fault
-from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary, is_panic
-from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.plan import HUB_TIMEOUT_S, Plan
 from fsdptrain.run_folder.events import Progress
 from fsdptrain.run_folder.files import openable
 

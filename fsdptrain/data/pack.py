@@ -1,7 +1,7 @@
 """Cut rows into pieces and pack the pieces into sequences.
 
 Rows are packed in random order: rows of one length, or of one place in the file, in one sequence would make the
-gradient of a step a worse estimate, and learning slower (docs/measurements.md).
+gradient of a step a worse estimate, and learning slower (docs/internals/measurements.md).
 """
 
 from __future__ import annotations

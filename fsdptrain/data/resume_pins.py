@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock
 
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.data.hub_data import COMMIT, hub_commit
+from fsdptrain.data.sources import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
 from fsdptrain.plan.plan import HubData, Plan
 from fsdptrain.run_folder.files import is_there, write_atomically

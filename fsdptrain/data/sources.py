@@ -1,13 +1,19 @@
-"""A data path → its files, its objects or its Hub data set, opened; and what identifies their content."""
+"""A data path → its files, its objects or its Hub data set, opened; and what identifies their content.
+
+The splits of a folder follow from the names in it, as the Hub and `datasets` lay them out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import re
+import string
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -17,27 +23,190 @@ from typing import Any
 from fsdptrain.config.paths import JSON_LINES, DataPath, data_kind, is_hub_data, matching_paths, places
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.cache import QUICKLY_READ, READ_BYTES, cached_folder
-from fsdptrain.data.hub_data import hub_commit, open_hub_data
-from fsdptrain.data.objects import DataObject, fetch, list_objects
 from fsdptrain.data.readers import (
     BEGIN,
     PART_BYTES,
     SUPPORTED,
     Cut,
     DataFile,
+    DataObject,
     EmptyFile,
+    Rows,
     Source,
-    conversion_advice,
+    fetch,
     file_errors,
+    list_objects,
     open_file,
     reject_saved_to_disk,
+    without_nulls,
 )
-from fsdptrain.data.splits import DESCRIPTIONS, pattern_of, split_of, split_to_hold_out, splits_to_train
-from fsdptrain.errors import DataError, NoData, listed, shortened
-from fsdptrain.plan.plan import HubData
+from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_line, listed, shortened
+from fsdptrain.plan.plan import HUB_TIMEOUT_S, HubData
 from fsdptrain.run_folder.events import Progress
 from fsdptrain.run_folder.storage import URL
 from fsdptrain.text import counted
+
+# Words in the names of files and folders → kinds of splits, in the order in which `datasets` looks for them.
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+KINDS_OF_SPLITS = {
+    TRAIN: {"train", "training"},
+    VALIDATION: {"validation", "valid", "dev", "val"},
+    TEST: {"test", "testing", "eval", "evaluation"},
+}
+SHARD = re.compile(r"(\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}")
+# Files with the suffix of data that describe a data set or a model.
+DESCRIPTIONS = frozenset(
+    {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "metadata.json"}
+    | {"readme.txt", "license.txt", "requirements.txt"}
+)
+
+
+def split_of(name: str) -> str:
+    """Return the split of a file by its path below a folder: that in the name of a shard, else a kind; empty for none.
+
+    A folder's name comes before the file's.
+    """
+    *folders, file = name.split("/")
+    if shard := SHARD.match(file):
+        return shard[1]
+    return next((kind for part in (*folders, file) if (kind := _kind_of(part))), "")
+
+
+def _kind_of(name: str) -> str:
+    """Return the kind of split that a word in a name stands for: that of `train_sft` is `train`; empty for none."""
+    words = {*re.split(r"[-._ 0-9]+", name.lower())}
+    return next((kind for kind, known in KINDS_OF_SPLITS.items() if words & known), "")
+
+
+def splits_to_train(splits: Collection[str], place: str) -> set[str]:
+    """Return which of a folder's splits are trained: the one for training, without it those that are no known kind.
+
+    If there is nothing else, a folder of held-out data is read. Raises DataError for several splits for training.
+    """
+    kinds = {split: _kind_of(split) for split in splits}
+    train = [split for split, kind in kinds.items() if kind == TRAIN]
+    if TRAIN in train or len(train) == 1:
+        return {TRAIN} if TRAIN in train else {*train}
+    if train:
+        raise DataError(
+            f"data.path: {place} has several splits for training ({listed(train)}): name the files of one, such as "
+            f"{place.rstrip('/')}/**/{train[0]}-*"
+        )
+    return {split for split, kind in kinds.items() if not kind} or {*splits}
+
+
+def split_to_hold_out(splits: Collection[str]) -> str | None:
+    """Return the split that evaluates what is trained: a validation split, else a test split; None without one."""
+    return next((split for kind in (VALIDATION, TEST) for split in splits if _kind_of(split) == kind), None)
+
+
+def pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
+    """Return the path of one file, or a glob that matches these files and no others; None if that is not found."""
+    if len(names) == 1:
+        return next(iter(names))
+    folder, _, beginning = os.path.commonprefix([*names]).rpartition("/")  # noqa: RUF071
+    file = os.path.commonprefix([name.rpartition("/")[2] for name in names]).rstrip(string.digits)  # noqa: RUF071
+    if not any(other.startswith(f"{folder}/{beginning.rstrip(string.digits)}") for other in others):
+        return f"{folder}/{beginning.rstrip(string.digits)}*"
+    below = (other for other in others if other.startswith(f"{folder}/"))
+    if not file or any(other.rpartition("/")[2].startswith(file) for other in below):
+        return None
+    return f"{folder}/**/{file}*"
+
+
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@functools.cache  # per process: everything that reads a data set sees the same commit
+def hub_commit(path: str) -> str | None:
+    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None when it is unknown.
+
+    The commit is requested from the Hub. When the Hub does not answer, it is the one that the Hub last returned for
+    this revision, else the only commit in the cache.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    data = HubData.of(path)
+    if COMMIT.fullmatch(data.revision):
+        return data.revision
+    try:
+        return HfApi().dataset_info(data.name, revision=data.revision or None, timeout=HUB_TIMEOUT_S).sha
+    except Exception:  # offline, no such revision, or any error of the HTTP library: loading reports it
+        refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=data.name, repo_type="dataset") / "refs"
+        last_answer = refs / (data.revision or "main")
+    if last_answer.is_file():
+        return last_answer.read_text().strip()
+    try:
+        cached = _commits_of(_load_data_set(data, None))
+    except Exception:  # opening the data set reports it
+        return None
+    return cached.pop() if len(cached) == 1 else None
+
+
+def open_hub_data(path: str) -> Source:
+    """Open `org/name[:config[:split]][@revision]` at its commit.
+
+    Raises NoData when it is not in the cache and the Hub cannot be reached, and DataError for any other failure.
+    """
+    data, commit = HubData.of(path), hub_commit(path)
+    try:
+        opened = _load_data_set(data, commit)
+    except ConnectionError:
+        raise NoData(
+            f"data.path: the data set {path!r} is not in the cache, and {HUB_UNREACHABLE}; name a local file or folder"
+        ) from None
+    except Exception as error:  # the Hub's failures have many classes; each means that there is no data
+        *_, first = causes(error)
+        reason = f"{type(first).__name__}: {first_line(first)}"
+        raise DataError(f"data.path: cannot load the Hub data set {path!r}: {reason}") from None
+
+    cached = _commits_of(opened)
+    if commit and cached and commit not in cached:
+        raise NoData(
+            f"data.revision: commit {commit} of {data.name} is not in the cache (cached: {listed(sorted(cached))}), "
+            f"and {HUB_UNREACHABLE}; set data.revision to a cached commit, or connect to the Hub"
+        )
+
+    step = max(1, len(opened) * PART_BYTES // max(1, opened.data.nbytes))
+    cuts = [(row, row) for row in range(step, len(opened), step)]
+    rows = functools.partial(_read, path, opened)
+    return Source(path, opened.column_names, len(opened), rows, cuts, selects=True)
+
+
+def _read(path: str, opened: Any, columns: list[str], start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
+    wanted = opened.select_columns(columns)
+    wanted = wanted.select(range(start[0], stop[0] if stop else len(opened)))
+    for number, row in enumerate(wanted, start[0] + 1):
+        yield f"{path}, row {number}", {name: without_nulls(value) for name, value in row.items()}
+
+
+def _load_data_set(data: HubData, commit: str | None) -> Any:
+    """Return the data set from the Hub or, offline, from the cache: at `commit` if that is cached, else the newest."""
+    from datasets import load_dataset  # takes a second to import, and local files do not need it
+    from datasets.packaged_modules.cache.cache import Cache
+    from datasets.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # its warning names the newest cached commit, which may not be the one that is read
+    split = data.split or "train"
+    opened = load_dataset(data.name, data.config or None, split=split, revision=commit or data.revision or None)
+    if commit is None or commit in _commits_of(opened):
+        return opened
+    for file in opened.cache_files:
+        folder = Path(file["filename"]).parent  # …/CONFIG/VERSION/COMMIT, of the newest commit
+        if COMMIT.fullmatch(folder.name) and folder.with_name(commit).is_dir():
+            config, version = folder.parts[-3:-1]
+            name = data.name.rpartition("/")[2]
+            wanted = Cache(dataset_name=name, config_name=config, version=version, hash=commit, repo_id=data.name)
+            return wanted.as_dataset(split=split)
+    return opened
+
+
+def _commits_of(opened: Any) -> set[str]:
+    """Return the commits in the paths of the files that a data set of `datasets` was loaded from."""
+    return {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
+
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 DIGEST_FILE = "sha256"  # in a folder of the cache
@@ -51,22 +220,16 @@ def data_files(path: str) -> list[Path]:
     file: a reader would wait for the first two, and rows would be missing without notice because of the third.
     """
     found = {Path(name) for name in matching_paths(path)}
-    files = {file for p in found for file in _files_in(p)}
+    files = {each for each in found if not os.path.isdir(each)}  # noqa: PTH112
+    for each in found - files:
+        for folder, _, names in os.walk(each, onerror=_raise_unreadable):
+            reject_saved_to_disk(folder, names)
+            files |= {Path(folder, name) for name in names}
     wanted = sorted(file for file in files if data_kind(file.name) or file in found)
     for file in wanted:
         if not os.path.isfile(file):  # noqa: PTH113  (Path's raises where a folder may not be entered)
             raise DataError(f"{file} is not a readable regular file")
     return wanted
-
-
-def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the path itself or, when it is a folder, every file below it."""
-    if not os.path.isdir(path):  # noqa: PTH112
-        yield path
-        return
-    for folder, _, names in os.walk(path, onerror=_raise_unreadable):
-        reject_saved_to_disk(folder, names)
-        yield from (Path(folder, name) for name in names)
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -91,7 +254,7 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
 
     Files that describe the data in a folder are left out, and hidden ones, such as an editor's copies of others.
     """
-    objects = {str(each.place): each for each in list_objects(place)} if URL.fullmatch(place) else {}
+    objects = {str(each): each for each in list_objects(place)} if URL.fullmatch(place) else {}
     files = {str(file): DataFile(file, str(file)) for file in data_files(place)} if not objects else {}
     splits: dict[str, dict[str, DataFile | DataObject]] = {}
     folder = place.rstrip("/") + "/"
@@ -105,7 +268,7 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
 
 def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
     """Return a sentence for each folder of several splits: which is read, neither to train nor to evaluate."""
-    found, evaluated = [], {_name_of(each) for each in _found(eval_path)} if eval_path else set()
+    found, evaluated = [], {str(each) for each in _found(eval_path)} if eval_path else set()
     for place in places(path):
         splits = _by_split(place)
         read = splits_to_train(splits, place) if splits else set()
@@ -117,10 +280,6 @@ def splits_note(path: DataPath, eval_path: str | None) -> list[str]:
             offer = f"; to evaluate on it, set data.eval: {{path: {yaml_text(held_out)}}}" if held_out else ""
             found.append(f"of {shortened(place)} only the {chosen} read, not {listed(counts)}{offer}")
     return found
-
-
-def _name_of(found: DataFile | DataObject) -> str:
-    return found.name if isinstance(found, DataFile) else str(found.place)
 
 
 def held_out_files(path: DataPath) -> str | None:
@@ -151,7 +310,7 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
 def file_sizes(path: DataPath) -> dict[str, int]:
     """Return the bytes of every file behind a path, by its name or URL; nothing is downloaded."""
     found = _found(path)
-    return dict((str(e.place), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
+    return dict((str(e), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
 
 
 def count_files(path: DataPath) -> int:
@@ -205,7 +364,7 @@ def contents(path: DataPath) -> dict[DataFile, Content]:
 
     From QUICKLY_READ on it is cached: that of each large file by itself, that of all others together.
     """
-    objects: dict[str, list[Any]] = {str(e.place): [str(e.place), e.size, e.etag, [0]] for e in data_objects(path)}
+    objects: dict[str, list[Any]] = {str(e): [str(e), e.size, e.etag, [0]] for e in data_objects(path)}
     states = {file: objects.get(file.name) or _state(file) for file in readable_files(path)}
     large = [file for file, (_, size, *_) in states.items() if size >= QUICKLY_READ]
     groups = [[file] for file in large] + [[file for file in states if file not in set(large)]]
@@ -326,7 +485,7 @@ def _downloaded(found: DataFile | DataObject) -> DataFile:
     if isinstance(found, DataFile):
         return found
     fetch([found])
-    return DataFile(found.copy, str(found.place))
+    return DataFile(found.copy, str(found))
 
 
 def _check_places(path: DataPath) -> None:
@@ -336,10 +495,4 @@ def _check_places(path: DataPath) -> None:
             continue
         if not URL.fullmatch(place) and not Path(place).exists():
             raise NoData(f"data.path: {shortened(place)!r} was not found")
-        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
-
-
-def _conversion_hint(folder: str) -> str:
-    """Return how to convert a file of a folder that has no supported one, as the end of a message."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
-    return next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")
+        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED})")

@@ -34,10 +34,8 @@ from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import PARTS_FILE, cached_folder, intact_folder
 from fsdptrain.data.chat import stop_tokens
-from fsdptrain.data.columns import read_rows
+from fsdptrain.data.columns import Unread, read_rows
 from fsdptrain.data.encode import OF_TURNS, TRAINED, Encoder
-from fsdptrain.data.fork_server import forked_after_import
-from fsdptrain.data.messages import Unread
 from fsdptrain.data.readers import BEGIN, PART_BYTES, Cut, DataFile, Source
 from fsdptrain.data.sources import (
     DIGEST_FILE,
@@ -51,7 +49,7 @@ from fsdptrain.data.sources import (
 )
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, WorkerLost
-from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS
+from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, forked_after_import
 from fsdptrain.run_folder.events import Progress
 
 TOKENS_VERSION = 3  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again

@@ -18,7 +18,7 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from fsdptrain import __version__
 from fsdptrain.config.schema import Data, Model
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.chat import plain_template
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors, reject_symlinks_outside
@@ -52,7 +52,8 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: it has several chat templates: bring one in data.chat_template")
     if tokenizer.chat_template is None and any(source.data.format.is_chat for source in plan.sources):
-        tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
+        prefix = "".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer)))
+        tokenizer.chat_template = prefix + PLAIN_CHAT_TEMPLATE
     _check_template_arguments(tokenizer, [data, *(source.data for source in plan.sources)])
     _add_tokens(tokenizer, model.add_tokens)
     tokenizer.stop_tokens = _stop_tokens(plan, tokenizer)

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdptrain.data.columns import common_prefix_length
-from fsdptrain.data.messages import THOUGHT_KEYS, Message
+from fsdptrain.data.columns import THOUGHT_KEYS, Message, common_prefix_length
 from fsdptrain.errors import DataError
 
 Span = tuple[int, int]

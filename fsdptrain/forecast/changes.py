@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.config.reflection import unused_with, value_at
+from fsdptrain.config.keys import unused_with, value_at
 from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import CPU, Hardware, card
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, may_reshard_to, varied
+from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
 from fsdptrain.run_folder.records import Record
 from fsdptrain.text import seconds, size
 
@@ -123,10 +123,6 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
     if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
         wanted["fsdp.accumulation"] = "reduce"
-    if ladder.offload:
-        wanted["fsdp.ignore"] = []
-    if fsdp.reshard_after_forward and not may_reshard_to(fsdp.reshard_after_forward, ranks):
-        wanted["fsdp.reshard_after_forward"] = None
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
     unused = unused_with("fsdp.strategy", ladder.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
@@ -159,8 +155,6 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
     if holds_more and plan.accumulation > 1:
         yield {"fsdp.accumulation": "reduce"}
-    if fsdp.ignore:
-        yield {"fsdp.ignore": []}
     seen: list[dict[str, Any]] = [{}]
     for ladder, ranks, recomputation, micro in choices:
         overrides = overrides_of(plan, ladder, ranks, recomputation, micro)
@@ -206,7 +200,7 @@ def leaner_kinds(plan: Plan) -> list[Kind]:
 
 def all_kinds(plan: Plan) -> list[tuple[Kind, Plan]]:
     """Return training of the whole model and every leaner kind, each with the plan that trains so."""
-    whole = varied(plan, {"adapter.kind": None, "model.trainable": [], "fsdp.ignore": []})
+    whole = varied(plan, {"adapter.kind": None, "model.trainable": []})
     kinds = [Kind("full", "trains the whole model", {}), *leaner_kinds(whole)]
     return [(kind, varied(whole, kind.overrides)) for kind in kinds]
 

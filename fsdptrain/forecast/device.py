@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdptrain.forecast.kernels import cuda_attention
 from fsdptrain.forecast.patches import register_accelerator
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
-from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh, make_reshard_mesh
+from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh
 from fsdptrain.plan.plan import Plan
 
 PRETEND = "pretend"  # the accelerator's device type
@@ -188,9 +188,8 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
     try:
         mesh, context = make_mesh(plan, device.type), make_context(plan)
-        reshard_mesh = make_reshard_mesh(plan, mesh)
         side: Any = dist.group.WORLD
-        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context, reshard_mesh=reshard_mesh)
+        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context)
     finally:
         dist.destroy_process_group()
 

@@ -16,9 +16,8 @@ import torch
 
 from fsdptrain.forecast.timing import is_attention
 from fsdptrain.forecast.trace import Event, Kernel
-from fsdptrain.model import flash
-from fsdptrain.model.attention import attention_flops
-from fsdptrain.model.cudnn import LARGEST_HEAD, LEAST_VERSION
+from fsdptrain.model.attention import CUDNN_HEAD, CUDNN_VERSION, FLASH_NAMES
+from fsdptrain.model.tiles import attention_flops
 from fsdptrain.plan.hardware import Hardware
 
 aten = torch.ops.aten
@@ -41,7 +40,7 @@ def on_card(card: Hardware | None) -> Iterator[None]:
 def prefers_cudnn() -> bool:
     """Return whether torch tries cuDNN first on the simulated card; without cuDNN here, as with a recent one."""
     version = torch.backends.cudnn.version()
-    return bool(_cards) and _cards[-1].prefers_cudnn and (version is None or version >= LEAST_VERSION)
+    return bool(_cards) and _cards[-1].prefers_cudnn and (version is None or version >= CUDNN_VERSION)
 
 
 def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +58,7 @@ def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., 
         if q.device.type != device:
             return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-        cudnn = half and size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0 and prefers_cudnn()
+        cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0 and prefers_cudnn()
         flash = half and not (_cards and not _cards[-1].has_flash) and size == v.shape[-1] <= FLASH_HEAD
         if attn_mask is None and flash and not cudnn:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
@@ -122,7 +121,7 @@ CUDA_ATTENTION = [
 # By a part of an operator's name, or the key of the card's rate for FlashAttention's operators.
 NAMES = {
     "cudnn": "cuDNN", "efficient": "torch's memory-efficient kernel", "flash": "FlashAttention 2",
-    "flex": "flex_attention", **flash.NAMES,
+    "flex": "flex_attention", **FLASH_NAMES,
 }  # fmt: skip
 
 

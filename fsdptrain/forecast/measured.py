@@ -16,11 +16,11 @@ from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.changes import hardware_of
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.plan.plan import Plan
+from fsdptrain.report.history import comparison_line
 from fsdptrain.run_folder.files import write_atomically
 from fsdptrain.run_folder.records import Tail, without_undone
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.text import seconds, size
 
 WARM_UP = 3  # first steps that are not compared: they compile, connect and fill caches
 POLL_S = 0.5  # seconds between two reads of metrics.jsonl
@@ -106,13 +106,3 @@ def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any
         "device": start["device"],
         "forecast": dataclasses.asdict(forecast),
     }
-
-
-def comparison_line(found: dict[str, Any]) -> str:
-    """Format the comparison as one line for the terminal."""
-    memory, speed = found["compared"]["peak_bytes"], found["compared"]["step_s"]
-    return (
-        f"forecast and measurement: memory {size(memory['forecast'])}, measured {size(memory['measured'])} "
-        f"({memory['ratio']:.2f}×); a step {seconds(speed['forecast'])} s, measured {seconds(speed['measured'])} s "
-        f"({speed['ratio']:.2f}×)"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, groupby, islice, pairwise
@@ -15,6 +13,7 @@ from rich.text import Text
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.memory import BEFORE, levels
 from fsdptrain.forecast.trace import Alloc, Category, Trace
+from fsdptrain.report.charts import fixed_style, require_matplotlib
 from fsdptrain.run_folder.files import replaced
 from fsdptrain.text import GIB
 
@@ -71,28 +70,6 @@ def check_plot_path(path: Path) -> None:
     if problem:
         raise RecipeError([Problem(problem, "--plot")])
     require_matplotlib("--plot")
-
-
-def require_matplotlib(what: str) -> None:
-    """Raise RecipeError, which names `what` needs it, where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RecipeError([Problem("needs matplotlib: pip install 'fsdptrain[plot]'", what)])
-
-
-@contextlib.contextmanager
-def fixed_style(salt: str = "fsdptrain", **settings: Any) -> Iterator[None]:
-    """Draw with matplotlib's defaults and these settings until the block ends.
-
-    Equal input gives equal files: neither the user's matplotlibrc nor a random id changes a plot. `salt` makes the ids
-    of an SVG differ from those of others on the same page.
-    """
-    import matplotlib
-
-    with matplotlib.rc_context():  # restores the settings that are changed here
-        matplotlib.rcdefaults()
-        parameters: Any = matplotlib.rcParams  # its type lists every name
-        parameters.update({"svg.hashsalt": salt, **settings})
-        yield
 
 
 class Point(NamedTuple):

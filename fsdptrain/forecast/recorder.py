@@ -32,7 +32,7 @@ from fsdptrain.forecast.trace import (
     Synchronize,
     Trace,
 )
-from fsdptrain.model import attention, varlen
+from fsdptrain.model import tiles, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.parallel.patches import CONTEXT, REDUCTIONS, TorchDispatchMode
 
@@ -57,9 +57,9 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
 }
 
 # For operators whose inside is not seen: FLOPs and, in bytes, what they allocate besides results.
-ATTENTION: dict[Any, Callable[..., int]] = kernels.FLOPS | attention.FLOPS | varlen.FLOPS
+ATTENTION: dict[Any, Callable[..., int]] = kernels.FLOPS | tiles.FLOPS | varlen.FLOPS
 
-WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | attention.WORKSPACE | varlen.WORKSPACE
+WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | tiles.WORKSPACE | varlen.WORKSPACE
 
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,

@@ -39,7 +39,7 @@ from fsdptrain.forecast.changes import (
 from fsdptrain.forecast.depth_extrapolation import Shallow, extrapolate
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.plan import Counts, Plan, varied
+from fsdptrain.plan.plan import Counts, Plan, may_share_rows, varied
 from fsdptrain.plan.topology import Topology
 
 SearchProgress = Callable[..., None]  # (done, in total[, what]): plans, unless `what` names something else
@@ -237,9 +237,7 @@ def _cards_needed(
     topology, parallel = trials.plan.topology, trials.plan.recipe.parallel
     node = topology.nproc_per_node if topology.nnodes > 1 else node
     sizes = [*(2**i for i in range(node.bit_length()) if 2**i < node), *range(node, MAX_NODES * node + 1, node)]
-    # Ranks that share rows need each other, on one node unless the recipe allows several.
-    most = MAX_NODES * node if parallel.context_over_nodes else node
-    sizes = [cards for cards in sizes if min(cards, most) % parallel.context == 0]
+    sizes = [cards for cards in sizes if may_share_rows(parallel.context, min(cards, node), cards)]
 
     def least(choice: tuple[Kind, Plan]) -> int | None:
         _, plan = choice

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from fsdptrain.config.dtypes import BYTES, HALF
+from fsdptrain.config.optimizers import BYTES, HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
@@ -25,12 +25,11 @@ from fsdptrain.forecast.kernels import NAMES, attention_kernels
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
 from fsdptrain.model import varlen
+from fsdptrain.model.adapters import freeze, quantised_ids
+from fsdptrain.model.attention import choose_attention, flash_fits, flash_recommendation
 from fsdptrain.model.config import load_config
-from fsdptrain.model.flash import recommendation
-from fsdptrain.model.flops import model_flops
-from fsdptrain.model.freeze import freeze, quantised_ids
-from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
+from fsdptrain.model.parameters import model_flops, weights_of
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import bytes_in_host
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.gpus import is_expandable
@@ -104,8 +103,8 @@ def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: f
     `hardware` is the card with the kernel that is used, `document` the tokens of the document that a token is in.
     """
     found = {}
-    if (name := card.faster_flash) and (note := recommendation(name)):
-        found[f"{note}; its forecast"] = card.with_attention(name)
+    if name := card.faster_flash:
+        found[f"{flash_recommendation(name)}; its forecast"] = card.with_attention(name)
     if document and (longer := plan.recipe.data.seq_len / document) > 1:
         found[
             f"attention is counted for rows of one document; a token of this data is in one of {document:,.0f} tokens "

@@ -128,13 +128,6 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
 
         return hook
 
-    @torch.no_grad()
-    def keep(unit: Unit) -> None:
-        """Tag what a group of ranks keeps of the weights after forward (`fsdp.reshard_after_forward`)."""
-        for param in itertools.chain.from_iterable(module.parameters() for module in unit.modules):
-            if isinstance(param, DTensor):
-                recorder.tag(param.to_local(), "gathered parameters", unless="parameter shards")
-
     def backward(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             first = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
@@ -151,8 +144,6 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
     for unit in units:
         unit.modules[0].register_forward_pre_hook(forward(unit))
         unit.modules[-1].register_forward_hook(backward(unit.name))
-        if engine.plan.recipe.fsdp.reshard_after_forward:
-            unit.modules[-1].register_forward_hook(lambda *_, unit=unit: keep(unit))
     head = engine.model.get_output_embeddings()
     if all(head is not inner for unit in units for module in unit.modules for inner in module.modules()):
         head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: in the root

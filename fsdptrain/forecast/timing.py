@@ -19,7 +19,7 @@ LATENCY_S = 20e-6  # of every collective
 IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
 
 # The host's seconds that recomputation adds to the backward of a layer: torch's hooks for each saved tensor and, if
-# selective, Python code for each operator in forward and in backward. Measured in docs/measurements.md.
+# selective, Python code for each operator in forward and in backward. Measured in docs/internals/measurements.md.
 RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 
 # Products in float8, with their casts: times the rate of those in bf16, times their memory traffic. Each operand is

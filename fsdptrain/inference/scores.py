@@ -30,7 +30,7 @@ from fsdptrain.data.sources import first_source, readable_files
 from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError, listed
 from fsdptrain.inference.load_model import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
-from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
+from fsdptrain.model.loss import MEASURES, answer_sums, dpo_loss
 from fsdptrain.model.units import nonfinite_names, nonfinite_note
 from fsdptrain.run_folder.events import Progress, progress_record
 from fsdptrain.run_folder.storage import url_fault

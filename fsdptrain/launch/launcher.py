@@ -37,7 +37,7 @@ from fsdptrain.errors import (
     WorkerLost,
     from_record,
 )
-from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
+from fsdptrain.failures.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.run_banner import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.run_lock import lock_run
 from fsdptrain.plan.gpus import default_settings

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
@@ -28,7 +29,6 @@ from fsdptrain.checkpoint.resume import (
     inspect_earlier_attempts,
     is_continued,
     plan_changes,
-    wrote_newest_checkpoint,
 )
 from fsdptrain.config.paths import expanded, is_folder, places
 from fsdptrain.errors import (
@@ -203,11 +203,13 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     known = isinstance(place, Path) or rundir.plan.exists()
     if not entries or (is_own and (known or is_continued(rundir, plan))):
         return
-    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
+    # A run folder may have been renamed, and checkpoints copied: then there is none at the place of the owner.
+    steps = rundir.checkpoint_steps()
     in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
-    if not in_use and (entries == [MARK] or wrote_newest_checkpoint(rundir, plan)):
+    is_same = steps and rundir.plan.exists() and is_continued(rundir, plan)
+    if not in_use and (entries == [MARK] or is_same):
         return
-    if owner or rundir.checkpoint_steps():
+    if owner or steps:
         of = f"the run in {owner}" if owner else "another run"
         way_out = "choose another"
         if is_own:
@@ -234,70 +236,55 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
     model = plan.recipe.model
     names: list[tuple[str, Any]] = [("data.path", path) for path in places(plan.data_path)]
     names += [("data.eval", plan.eval_path), ("model.id", model.id), ("model.tokenizer", model.tokenizer)]
-    written = [("output_dir", rundir.root, DATA_LIKE_FILES)]
-    if folder := rundir.checkpoint_folder:
-        written.append(("checkpoint.path", folder, DATA_LIKE_CHECKPOINT))
+    written = [("output_dir", str(rundir.root), DATA_LIKE_FILES)]
+    if rundir.checkpoint_path:
+        written.append(("checkpoint.path", rundir.checkpoint_path, DATA_LIKE_CHECKPOINT))
     problems = []
     for key, name in names:
-        if isinstance(name, str) and URL.fullmatch(name):
-            if fault := store_fault(name, rundir):
-                problems.append(Problem(f"{name} {fault}: move one", key))
+        if not isinstance(name, str) or not (URL.fullmatch(name) or os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
-        if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
-            continue
-        for field, folder, files in written:
-            root = os.path.realpath(folder)
-            if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
-                problems.append(Problem(f"{name} is inside {field} ({folder}), which this run writes: move one", key))
-            elif key.startswith("data.") and would_read_run_files(name, root, files):
+        for field, place, files in written:
+            if is_inside(name, place):
+                problems.append(Problem(f"{name} is inside {field} ({place}), which this run writes: move one", key))
+            elif key.startswith("data.") and would_include(name, place, files):
                 problems.append(
-                    Problem(f"{name} would include files that this run writes to {field} ({root}): move one", key)
+                    Problem(f"{name} would include files that this run writes to {field} ({place}): move one", key)
                 )
     if problems:
         raise RecipeError(problems)
+
+
+def is_inside(name: str, place: str) -> bool:
+    """Return whether a path or a URL, or the part of a glob before its first wildcard, is inside a place."""
+    return _real(_fixed_part(name)).is_relative_to(_real(place))
+
+
+def would_include(name: str, place: str, files: Iterable[str]) -> bool:
+    """Return whether data (a file, a folder, a glob, or a URL of one) includes one of `files` below a place.
+
+    A glob with `**` is taken to include everything below it whose end fits.
+    """
+    fixed, written = _fixed_part(name), [_real(place) / file for file in files]
+    if fixed == name:
+        return _real(place).is_relative_to(_real(name))
+    pattern = str(_real(fixed) / name.removeprefix(fixed).lstrip("/"))
+    paths = {path for file in written for path in (file, *file.parents)}  # a folder that a glob matches is read whole
+    depth = None if "**" in pattern else pattern.count("/")
+    return any(
+        fnmatchcase(str(path), pattern.replace("/**", "*")) and depth in (None, str(path).count("/")) for path in paths
+    )
+
+
+def _real(name: str) -> Path:
+    """Return a path with its links followed; of a URL, which has none, a path that can be compared with others."""
+    return Path(name if URL.fullmatch(name) else os.path.realpath(name))
 
 
 def _fixed_part(name: str) -> str:
     """Return a path, or the part of a glob before its first wildcard."""
     if os.path.lexists(name) or not has_magic(name):
         return name
-    parts = Path(name).parts
-    return str(Path(*parts[: next(i for i, part in enumerate(parts) if has_magic(part))]))
-
-
-def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIKE_FILES) -> bool:
-    """Return whether a data path (a file, a folder or a glob) includes `files` that a run writes below `root`."""
-    if Path(name).is_dir():
-        return Path(root).is_relative_to(os.path.realpath(name))
-    fixed = _fixed_part(name)
-    pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
-    return _reaches(pattern, Path(root).parts, files)
-
-
-def store_fault(name: str, rundir: RunDir) -> str | None:
-    """Return how data at a URL (an object, a folder or a glob) overlaps with the checkpoints of a run; None if not."""
-    if (place := rundir.checkpoint_path) is None:
-        return None
-    pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
-    if _reaches(pattern, root, DATA_LIKE_CHECKPOINT):
-        return f"would include checkpoints, in {place}"
-    if pattern[: len(root)] == root:
-        return f"is inside checkpoint.path ({place}), which this run writes"
-    return None
-
-
-def _reaches(pattern: tuple[str, ...], root: tuple[str, ...], files: tuple[str, ...]) -> bool:
-    """Return whether a pattern, as the parts of a path, matches one of `files` below `root`, or a folder above it."""
-    paths = [(*root, *file.split("/")) for file in files]
-    return any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1))
-
-
-def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    if not pattern or not parts:
-        return parts == pattern or set(pattern) == {"**"}
-    if pattern[0] == "**":
-        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
-    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    return os.path.dirname(name[: next(match.start() for match in re.finditer(r"[*?[]", name))])  # noqa: PTH120
 
 
 def _names_in(folder: Path) -> list[str]:

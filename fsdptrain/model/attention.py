@@ -1,276 +1,298 @@
-"""Attention on the CPU, in tiles: keys that no query of a tile sees are skipped.
+"""Which kernel computes a model's attention: the choice before a model is built, and a trial of FlashAttention 3 and 4.
 
-torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a sequence it also computes
-the scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to
-the last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
-arXiv:2205.14135).
+On a CPU it is `tiles`. On a GPU it is torch's `varlen` operator, each document by itself, if that computes the model.
+Where rows have one document it is torch's sdpa, if that is cuDNN (Hopper and Blackwell): padding is at their end, and
+causality hides it from the tokens before it, so that no mask is needed. Else it is sdpa or eager with a mask, or
+flash_attention_2.
+
+Behind the varlen operator is FlashAttention 2, which torch has built in.
+`torch.nn.attention.activate_flash_attention_impl` puts another one behind it, for the whole process: autograd,
+recomputation, compilers and forecasts see no difference. Builds of the packages may lack a backward pass, a head size
+or a window. So a short trial on the device decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
-from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.nn import attention as of_torch
+from transformers.utils import is_flash_attn_2_available
 
-QUERIES = 64  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
-SHORT = 1024  # tokens in a row: up to here float32 is faster in tiles, if nothing but what is later is masked
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # at import, because compilers cannot trace the call
-LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
-STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
+from fsdptrain.config.optimizers import HALF
+from fsdptrain.config.rules import one_row_if_packed
+from fsdptrain.data.corpus import document_bounds
+from fsdptrain.errors import Problem, RecipeError, error_summary
+from fsdptrain.model import varlen
+from fsdptrain.model.config import config_parts
+from fsdptrain.model.probe import run_in_varlen, sharing_obstacle, varlen_obstacle
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.plan import Plan, varied
+
+LEAST_CAPABILITY = 8, 0  # of a GPU for FlashAttention, major and minor: T4, V100 and RTX 20 have less
+
+CUDNN_HEAD = 128  # elements, and a multiple of 8: what cuDNN computes in forward and in backward
+CUDNN_VERSION = 91501  # wheels for CUDA 12.9 and before have older ones, which torch does not prefer
+CUDNN_MAJORS = {9, 10}  # of the compute capability: Hopper and Blackwell's data centre cards; RTX cards have 12
 
 
-def install() -> None:
-    """Replace transformers' `sdpa` by `attend` from now on, in this process."""
-    AttentionInterface.register("sdpa", attend)
+def choose_attention(
+    plan: Plan, config: Any, prefers_cudnn: bool | None = None, has_flash: bool = True
+) -> tuple[Plan, Any]:
+    """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
 
-
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention by transformers' interface: `query` [B, H, S, D], `key`, `value` [B, G, S, D] → [B, S, H, D].
-
-    Calls transformers' own function where tiles cannot be used, or torch's kernel is faster.
+    sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
+    recipe's batches allow: varlen, flash_attention_2, sdpa, eager. Instead of varlen it is sdpa where torch's sdpa is
+    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process. `has_flash`
+    is whether a card that is not in this process has FlashAttention: those before Ampere do not.
     """
-    special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    special = special or query.device.type != "cpu"  # a simulation on the pretended accelerator follows one on the CPU
-    same = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3] == value.shape[3]
-    if attention_mask is None:
-        causal = others.get("is_causal")
-        tiled = _faster_in_tiles(query) and (getattr(module, "is_causal", True) if causal is None else causal)
-    else:
-        tiled = attention_mask.dtype == torch.bool and attention_mask.shape == (len(query), 1, *2 * query.shape[2:3])
-    if special or not same or not tiled:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    return torch.ops.fsdptrain.attention(query, key, value, attention_mask, scale), None
+    model = plan.recipe.model
+    bare = skeleton(config, model)
+    if model.attn_implementation not in ("auto", "sdpa"):
+        return plan, bare
+    if plan.context > 1:
+        check_context(plan, bare, has_flash)
+    kernels = {part._attn_implementation for part in config_parts(bare.config)}
+    # A model of several parts may support sdpa in some of them only.
+    kernel = kernels.pop() if len(kernels) == 1 else "eager"
+    if kernel == "sdpa" and has_flash and obstacle(plan, bare) is None:
+        bare.set_attn_implementation(kernel := varlen.NAME)
+        if (is_cudnn_preferred() if prefers_cudnn is None else prefers_cudnn) and _cudnn_computes(plan, bare):
+            bare.set_attn_implementation(kernel := "sdpa")
+    elif model.attn_implementation == "sdpa":
+        return plan, bare
+    # The package's operators cannot be kept when layers are recomputed.
+    elif (
+        flash_fits(plan)
+        and is_flash_attn_2_available()
+        and not plan.recipe.fsdp.recomputation.keep_attention
+        and not card_obstacle()
+    ):
+        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
+        with contextlib.suppress(RecipeError):  # the architecture does not support it
+            return flash, skeleton(config, flash.recipe.model)
+    return varied(plan, {"model.attn_implementation": kernel}), bare
 
 
-def _faster_in_tiles(query: torch.Tensor) -> bool:
-    """Return whether tiles are faster than torch's kernel if nothing but the later half of all pairs is masked.
+def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
+    """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
+    parts = {part._attn_implementation for part in config_parts(bare.config)}
+    reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else obstacle(plan, bare)
+    reason = reason or (None if has_flash else "this card has no FlashAttention")
+    reason = reason or sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
+    if reason:
+        raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
 
-    With AVX-512 torch's float32 kernel is faster.
+
+def flash_fits(plan: Plan) -> bool:
+    """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
+    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
+
+
+def supports_flash(model: Any) -> bool:
+    """Return whether a model's architecture supports flash_attention_2."""
+    return bool(model._supports_flash_attn)
+
+
+_obstacles: dict[str, str | None] = {}  # class and configuration of a model → what `obstacle` found
+
+
+def obstacle(plan: Plan, bare: Any) -> str | None:
+    """Return why the varlen kernel cannot compute the plan's model, None if it can.
+
+    On a CPU it is used only where ranks share rows, because it is slow there. `bare` is the model's skeleton, with sdpa
+    as its attention.
     """
-    if query.dtype == torch.float32:
-        return query.shape[2] <= SHORT and not AVX512
-    return query.dtype == torch.bfloat16
+    on_gpu = plan.topology.device == "cuda"
+    if not (on_gpu or plan.context > 1):
+        return "it needs a GPU"
+    if reason := card_obstacle():
+        return reason
+    if on_gpu and plan.recipe.fsdp.mixed_precision.param_dtype == "float32":
+        return "it computes in bfloat16, not in float32"
+    if not supports_flash(bare):
+        return f"transformers declares no flash attention for {type(bare).__name__}"
+    kind = f"{type(bare).__name__} {bare.config.to_json_string()}"
+    if kind not in _obstacles:
+        _obstacles[kind] = varlen_obstacle(bare)
+    return _obstacles[kind]
 
 
-@torch.library.custom_op("fsdptrain::attention", mutates_args=())
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """Return softmax(scale · q kᵀ) v: [B, S, H, D] of q's dtype.
+def card_obstacle() -> str | None:
+    """Return why FlashAttention does not run on a GPU of this process, None if it does or if no GPU is here.
 
-    `q` is [B, H, S, D], `k` and `v` [B, G, S, D]; each of the G heads serves H / G of q's. `mask`, bool [B, 1, S, S],
-    is True where a query sees a key, at least once for each query; it must never be modified. None: causal. Products
-    are computed in the dtype of q, k and v. Large bf16 scores are computed relative to the highest of their row, so
-    that those with a large weight are rounded by little.
+    torch's own and the package's refuse such cards only when they are called: `mha_fwd` in flash_api.cpp.
     """
-    out = q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
-    k, v = k.contiguous(), v.contiguous()
-    large = _may_be_large(q, k, scale)
-    for tile in tiles(q, mask):
-        weights = _weights(tile, tile.queries_of(q, k), k, scale, large)
-        tile.put(out.transpose(1, 2), weights @ tile.keys_of(v))
-        del weights  # before those of the next tile are allocated
-    return out
+    capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=LEAST_CAPABILITY)
+    if capability >= LEAST_CAPABILITY:
+        return None
+    least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+    return f"it needs a GPU of compute capability {least}, and this one has {found}"
 
 
-@attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    return q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
+def mask_note(plan: Plan, bare: Any) -> str | None:
+    """Return a note if a mask tells documents of a sequence apart on a GPU; `plan` has the kernel that is used."""
+    kernel, together = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
+    if plan.topology.device != "cuda" or kernel not in ("sdpa", "eager") or not together:
+        return None
+    reason = obstacle(plan, bare)
+    return reason and (
+        f"model.attn_implementation: {kernel} with a mask of seq_len² entries, because torch's varlen kernel cannot "
+        f"compute this model: {reason}"
+    )
 
 
-@torch.library.custom_op("fsdptrain::attention_backward", mutates_args=())
-def attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `attention` for q, k and v, in their shapes and dtypes; sums over tiles are float32."""
-    of_q = q.new_empty(q.shape)
-    k, v = k.contiguous(), v.contiguous()
-    of_k, of_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
-    large = _may_be_large(q, k, scale)
-    for tile in tiles(q, mask):
-        queries, of_out = tile.queries_of(q, k), tile.queries_of(grad.transpose(1, 2), k)
-        weights = _weights(tile, queries, k, scale, large)
-        of_weights = of_out @ tile.keys_of(v).mT
-        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
-        tile.put(of_q, of_scores @ tile.keys_of(k))
-        _add_product(tile.keys_of(of_k), of_scores.mT, queries)
-        _add_product(tile.keys_of(of_v), weights.mT, of_out)
-        del weights, of_weights, of_scores  # before those of the next tile are allocated
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+# --------------------------------------------------------------------------------------------------------------- cuDNN
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the products a · b of matrices to `total`, which is float32."""
-    if a.dtype == total.dtype:
-        total.baddbmm_(a, b)
-    else:
-        total.add_(a @ b)
+def is_cudnn_preferred() -> bool:
+    """Return whether torch prefers cuDNN's attention on every GPU of this process; False without a GPU."""
+    majors = {torch.cuda.get_device_capability(index)[0] for index in range(torch.cuda.device_count())}
+    return bool(majors) and majors <= CUDNN_MAJORS and (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION
 
 
-@attention_backward.register_fake
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _cudnn_computes(plan: Plan, bare: Any) -> bool:
+    """Return whether cuDNN computes the attention of a plan without a mask, on a card where torch prefers it.
+
+    `bare` is the model's skeleton with varlen attention, which ranks that share rows need. Windows need a mask. torch
+    excludes cuDNN where algorithms must be deterministic, and `avoid_wrong_kernel` excludes some lengths.
+    """
+    recipe, seq_len = plan.recipe, plan.recipe.data.seq_len
+    if plan.context > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
+        return False
+    return all(
+        each.size == each.of_values <= CUDNN_HEAD and each.size % 8 == 0 and not each.window for each in heads_of(bare)
+    )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+def avoid_wrong_kernel(seq_len: int) -> None:
+    """Switch cuDNN's attention off in this process if its backward may give NaN with a mask at this length.
+
+    It does for `seq_len % 128 == 64` (pytorch#196678); other lengths between multiples of 128 are avoided as well.
+    """
+    if seq_len % 128:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return *torch.ops.fsdptrain.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+# ----------------------------------------------------------------------------------------------- FlashAttention 3 and 4
+
+FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
+BEST_FLASH = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
+FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+INSTALL = {  # PyPI has no builds of FlashAttention 3; torch's index has them for CUDA 12.6, 12.8 and 13.0
+    "FA3": "pip install flash-attn-3 --no-deps --index-url https://download.pytorch.org/whl/cu130 (or cu128, cu126)",
+    "FA4": "pip install flash-attn-4",
+}
+LENGTHS = (200, 1, 55, 128)  # of the documents of a trial, in tokens
+WINDOW = 70  # tokens
+TOLERANCE = 0.02  # relative, of a norm: bf16 rounds attention by 0.5%
 
 
-attention.register_autograd(_backward, setup_context=_keep)
+def installed_flash(major: int) -> list[str]:
+    """Return the implementations that are installed and run on a GPU of this major compute capability, best first."""
+
+    def is_installed(module: str) -> bool:  # without importing it or what contains it
+        package, *inner = module.split(".")
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations or []) if spec else []
+        return spec is not None and (
+            not inner or any(Path(folder, *inner).with_suffix(".py").exists() for folder in folders)
+        )
+
+    if not hasattr(of_torch, "activate_flash_attention_impl"):  # torch 2.11 may not have it
+        return []
+    return [name for name in BEST_FLASH.get(major, ()) if is_installed(FLASH_MODULES[name])]
+
+
+def flash_note(major: int) -> str | None:
+    """Return a note for a dry run if another implementation than FlashAttention 2 is installed."""
+    found = [FLASH_NAMES[name] for name in installed_flash(major)]
+    return f"{found[0]} is installed: the run uses it if it passes a trial with this model's heads" if found else None
+
+
+def flash_recommendation(name: str) -> str:
+    """Return a note that recommends an implementation which is not installed."""
+    return f"attention is computed by FlashAttention 2; {FLASH_NAMES[name]} is faster on this card: {INSTALL[name]}"
+
+
+def activate_best_flash(bare: Any, device: torch.device, major: int) -> str | None:
+    """Use the best implementation that computes the attention of a model from now on, in this process.
+
+    `bare` is the model's skeleton with varlen attention, `major` the compute capability of `device`. Returns a note on
+    what is used and what failed, or what to install; None on a card for which there is nothing better.
+    """
+    failed, found = "", installed_flash(major)
+    heads = heads_of(bare) if found else set()
+    for name in found:
+        try:
+            of_torch.activate_flash_attention_impl(name)
+            for each in heads:
+                check_heads(each, device)
+            return f"{failed}attention is computed by {FLASH_NAMES[name]}"
+        except Exception as error:  # whatever the package raises, when it is imported or when it computes
+            failed += f"{FLASH_NAMES[name]} is installed but not used: {error_summary(error)}; "
+        restore_flash()
+    if found:
+        return f"{failed}attention is computed by FlashAttention 2"
+    return flash_recommendation(BEST_FLASH[major][0]) if major in BEST_FLASH else None
+
+
+def active_flash() -> str | None:
+    """Return the implementation that is used instead of FlashAttention 2; None if none is."""
+    current: str | None = getattr(of_torch, "current_flash_attention_impl", lambda: None)()
+    return current
+
+
+def restore_flash() -> None:
+    """Use FlashAttention 2 again."""
+    if active_flash():
+        of_torch.restore_flash_attention_impl()
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Queries of some rows, the keys from the first to the last that any of them sees, and which pairs are masked.
+class Heads:
+    """The heads of an attention layer: how many for queries and for keys, their elements, and whether it has a window.
 
-    No pair before the key `clear` is masked; `hidden` is bool [queries, keys from `clear` on].
+    `of_values` are the elements of a head of values.
     """
 
-    rows: slice
-    queries: slice
-    keys: slice
-    clear: int
-    hidden: torch.Tensor
-
-    def queries_of(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return the tile's part of [B, H, S, D] as [B·G, H/G·n, D]: heads that share a key head share a matrix."""
-        return q[self.rows, :, self.queries].reshape(-1, q.shape[1] // k.shape[1] * len(self.hidden), q.shape[3])
-
-    def keys_of(self, k: torch.Tensor) -> torch.Tensor:
-        """Return a view of the tile's part of a contiguous [B, G, S, D]: [B·G, n, D]."""
-        return k[self.rows].flatten(0, 1)[:, self.keys]
-
-    def hide(self, scores: torch.Tensor) -> None:
-        """Set the scores [B·G, H/G·queries, keys] of masked pairs to the lowest value of their dtype."""
-        part = scores.unflatten(1, (-1, len(self.hidden)))[..., self.clear - self.keys.start :]
-        part.masked_fill_(self.hidden, torch.finfo(scores.dtype).min)
-
-    def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` into the tile's part of `target` [B, H, S, D]."""
-        part = target[self.rows, :, self.queries]
-        part.copy_(values.view(part.shape))
+    queries: int
+    keys: int
+    size: int
+    of_values: int
+    window: bool
 
 
-def _may_be_large(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
-    """Return whether rounding could matter: no score exceeds the product of the longest query and the longest key."""
-    return q.dtype == torch.bfloat16 and float(scale * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) > LARGE
+def heads_of(bare: Any) -> set[Heads]:
+    """Return the different heads of a skeleton, from its own forward on a CPU in the varlen kernel."""
+    _, _, calls = run_in_varlen(bare, [0, 1, 2])
+    return {Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window is not None) for q, k, v, _, window in calls}
 
 
-def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, large: bool) -> torch.Tensor:
-    """Return the softmax of a tile's scores: [B·G, H/G·queries, keys].
+def check_heads(heads: Heads, device: torch.device) -> None:
+    """Raise RuntimeError if attention with these heads has a wrong result or gradient on `device`, in bf16."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.of_values)]
+    inputs = [torch.randn(1, sum(LENGTHS), n, size, generator=random).bfloat16() for n, size in shapes]
+    upstream = torch.randn(1, sum(LENGTHS), heads.queries, heads.of_values, generator=random).bfloat16()
+    documents, longest = document_bounds([LENGTHS])
 
-    oneDNN rounds scores once. Where they are large, they are computed again minus the highest of their row: the softmax
-    is the same, and the differences with a large weight are near 0, where rounding is small.
-    """
-    keys = tile.keys_of(k).mT
-    scores = torch.baddbmm(queries.new_empty(()), queries, keys, beta=0, alpha=scale)
-    tile.hide(scores)
-    if large and float((highest := scores.amax(dim=-1, keepdim=True)).abs().amax()) > LARGE:
-        scores.copy_(-highest).baddbmm_(queries, keys, alpha=scale)
-        tile.hide(scores)
-    return scores.softmax(dim=-1)
+    def computed(on: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (x.to(on, dtype).transpose(1, 2).requires_grad_() for x in inputs)
+        out, _ = varlen.attend_within_documents(
+            torch.nn.Module(), q, k, v, None, documents=documents.to(on), longest_document=longest,
+            sliding_window=WINDOW if heads.window else None,
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), upstream.to(on, dtype))]
 
-
-_tiles_by_mask: Any = WeakIdKeyDictionary()  # all layers of a model share a mask, in forward and in backward
-
-
-def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
-    """Return the tiles for q [B, H, S, D]: of all rows together if their masks are equal, else of each row."""
-    if mask is None:
-        return _causal_tiles(len(q), q.shape[2])
-    if mask not in _tiles_by_mask:
-        alike = bool((mask == mask[:1]).all())
-        rows = [slice(0, len(mask))] if alike else [slice(row, row + 1) for row in range(len(mask))]
-        _tiles_by_mask[mask] = [tile for part in rows for tile in _tiles_of(part, mask[part.start, 0])]
-    found: list[Tile] = _tiles_by_mask[mask]
-    return found
-
-
-def _causal_tiles(rows: int, length: int) -> list[Tile]:
-    later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
-    ends = [(at, min(at + QUERIES, length)) for at in range(0, length, QUERIES)]
-    return [Tile(slice(0, rows), slice(at, end), slice(0, end), at, later[: end - at, : end - at]) for at, end in ends]
-
-
-def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
-    """Return the tiles of rows with the same mask: `seen` is bool [queries, keys]."""
-    found = []
-    for at in range(0, len(seen), QUERIES):
-        part = seen[at : at + QUERIES]
-        seen_keys = part.any(dim=0).nonzero()
-        first, end = int(seen_keys[0]) // STEP * STEP, int(seen_keys[-1]) + 1
-        masked_keys = (~part[:, first:end].all(dim=0)).nonzero()
-        clear = first + int(masked_keys[0]) if len(masked_keys) else end
-        hidden = ~part[:, clear:end]
-        found.append(Tile(rows, slice(at, at + len(part)), slice(first, end), clear, hidden))
-    return found
-
-
-def attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], backward: bool) -> int:
-    """Return the FLOPs of attention over all pairs, for shapes [B, H, S, D], [B, G, K, D] and [B, G, K, E].
-
-    Forward has two products for each pair and head of q. Backward computes the scores again, and then four gradients.
-    """
-    pairs = q[0] * q[1] * q[2] * k[2]
-    return 2 * pairs * (3 * q[3] + 2 * v[3] if backward else q[3] + v[3])
-
-
-@register_flop_formula(torch.ops.fsdptrain.attention)
-def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return attention_flops(q, k, v, backward=False)
-
-
-@register_flop_formula(torch.ops.fsdptrain.attention_backward)
-def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return attention_flops(q, k, v, backward=True)
-
-
-FLOPS: dict[Any, Callable[..., int]] = {  # for `forecast.recorder`: no tile computes what comes after its queries
-    torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: attention_flops(q.shape, k.shape, v.shape, False) // 2,
-    torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: (
-        attention_flops(q.shape, k.shape, v.shape, True) // 2
-    ),
-}
-
-
-def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> int:
-    """Return the bytes that an operator needs besides arguments and results, in the last tile of a causal mask.
-
-    The contents of masks are not known in advance; most need less. A tile has two tensors of scores in forward, three
-    in backward.
-    """
-    tile = len(q) * q.shape[1] * min(QUERIES, q.shape[2])
-    copies = sum(x.numel() for x in (k, v) if not x.is_contiguous())
-    size = q.element_size() * ((3 if backward else 2) * tile * k.shape[2] + 2 * tile * q.shape[3] + copies)
-    if backward and k.dtype != torch.float32:  # the float32 gradients of k and v, and a product to add to one of them
-        size += k.numel() * (2 * 4 + k.element_size())
-    return size
-
-
-WORKSPACE: dict[Any, Callable[..., int]] = {  # for `forecast.recorder`, which cannot see inside an operator
-    torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: _workspace(q, k, v, backward=False),
-    torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: _workspace(q, k, v, backward=True),
-}
+    exact = computed(torch.device("cpu"), torch.float32)
+    found = computed(device, torch.bfloat16)
+    for what, a, b in zip(("result", "dq", "dk", "dv"), found, exact, strict=True):
+        error = float((a.cpu().float() - b).norm() / b.norm())
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"for {heads} its {what} has an error of {error:.1%}")

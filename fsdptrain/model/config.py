@@ -1,7 +1,14 @@
-"""Read the architecture's configuration, apply the recipe's overrides, and check the result."""
+"""The architecture's configuration: read, with the recipe's overrides, checked; and as an export has it.
+
+Configuration, generation configuration and tokenizer of an export are made consistent. The tokenizer's special tokens
+are used: with the defaults of an architecture (Llama's end token is 2) and another tokenizer, generation would stop at
+the wrong token, or never.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import importlib.util
 import json
@@ -11,16 +18,23 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, get_class_from_dynamic_module
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import (
+    TRANSFORMERS_DYNAMIC_MODULE_NAME,
+    custom_object_save,
+    get_class_from_dynamic_module,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdptrain.data.hub import hub_errors, read_json, recipe_errors
+from fsdptrain.config.mixture import prompt_source
+from fsdptrain.data.hub import hub_errors, model_revision, read_json, recipe_errors
 from fsdptrain.data.tokenizer import OWN_CLASSES
-from fsdptrain.errors import CUSTOM_CODE, NoModel, Problem, RecipeError
-from fsdptrain.model.skeleton import config_parts, layer_values, set_special_token
+from fsdptrain.errors import CUSTOM_CODE, NoModel, Problem, RecipeError, error_summary
 from fsdptrain.plan.plan import Plan, unpinned_code, varied
+from fsdptrain.run_folder.files import scratch_folder
+from fsdptrain.run_folder.ownership import install_assets
 
 # The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
 # configuration could use all memory before its parameters are counted.
@@ -30,28 +44,25 @@ LIMITS = {
     "num_experts": 2**14, "num_local_experts": 2**14,
 }  # fmt: skip
 
-NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed; remove the key"
-NO_CLASSES = "it configures classifiers and has no effect on a language model; remove the key"
-
 WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training → what to do instead
-    "dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
-    "torch_dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
-    "attn_implementation": "use model.attn_implementation",
-    "_attn_implementation": "use model.attn_implementation",
-    **dict.fromkeys(("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"), NO_AUXILIARY),
-    **dict.fromkeys(("num_labels", "id2label", "label2id", "problem_type"), NO_CLASSES),
+    **dict.fromkeys(("dtype", "torch_dtype"), "use model.dtype (master weights) or export.dtype (exported weights)"),
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), "use model.attn_implementation"),
     **dict.fromkeys(
-        ("output_hidden_states", "output_attentions", "return_dict"), "it has no effect on training; remove the key"
+        ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"),
+        "the auxiliary loss of a mixture's router is not computed; remove the key",
     ),
-}
-
-ONLY_IN_TRAINING = (  # keys that change no logits, beside those of dropout
-    "architectures", "transformers_version", "dtype", "use_cache", "initializer_range", "_name_or_path",
-    "pad_token_id", "bos_token_id", "eos_token_id",
-)  # fmt: skip
+    **dict.fromkeys(
+        ("num_labels", "id2label", "label2id", "problem_type", "output_hidden_states", "output_attentions",
+         "return_dict"),
+        "it has no effect on training; remove the key",
+    ),
+}  # fmt: skip
 
 # Keys whose values decide nothing about the steps after the first. `pad_token_id` does: its embedding gets no gradient.
-NOT_COMPARED = {*WITHOUT_EFFECT, *ONLY_IN_TRAINING, "auto_map", "tokenizer_class"} - {"pad_token_id"}
+NOT_COMPARED = {
+    *WITHOUT_EFFECT, "architectures", "transformers_version", "use_cache", "initializer_range", "_name_or_path",
+    "bos_token_id", "eos_token_id", "auto_map", "tokenizer_class",
+}  # fmt: skip
 
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
 
@@ -59,6 +70,27 @@ TIES = "tie_word_embeddings"
 
 # Keys with the number of layers for multi-token prediction, which transformers does not build and servers look for.
 MTP_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
+
+
+def set_special_token(config: Any, name: str, value: int | None) -> None:
+    """Set a special token; None changes nothing where the architecture requires a number."""
+    with contextlib.suppress(StrictDataclassFieldValidationError):
+        setattr(config, name, value)
+
+
+def config_parts(config: Any) -> list[Any]:
+    """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
+    text = config.get_text_config()
+    return [text] if text is config else [config, text]
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return the values of a configuration's key: a list of one, or of one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # a key that differs between layers
+        value = [getattr(layer, name) for layer in config.per_layer_config]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
@@ -85,8 +117,14 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
             config = known = AutoConfig.for_model(kind, **overrides)
     else:
         known = read_config(str(model.id), model.revision, plan.trust_remote_code)
-        if plan.pretrained:
-            _reject_quantised(known, str(model.id))
+        settings = getattr(known, "quantization_config", None)
+        if plan.pretrained and settings:
+            settings = settings if isinstance(settings, dict) else settings.to_dict()
+            raise RecipeError(
+                f"model.id: the weights of {model.id} are stored quantised ({settings.get('quant_method')}), which "
+                "cannot be read: name the model that they were made from; adapter.kind: qlora quantises weights while "
+                "it reads them"
+            )
         overrides = translate_overrides(overrides, known)
         with recipe_errors("model.config"):
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
@@ -104,23 +142,42 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         for part in config_parts(config):
             set_special_token(part, "pad_token_id", None)
-    # Check sizes before a model is built, then the recipe against the architecture's limits, all problems at once.
+    _check_config(plan, config, overrides, vocab_size)
+    return config
+
+
+def _check_config(plan: Plan, config: Any, overrides: dict[str, Any], vocab_size: int | None) -> None:
+    """Raise RecipeError if no model can be built, or the recipe is beyond its limits; `vocab_size` as in `load_config`.
+
+    Also for keys without effect. A mixture's auxiliary loss is a product of two means over the global batch: a
+    micro-batch cannot compute it.
+    """
     for part in config_parts(config):
-        _reject_sizes(part)
-    reject_without_effect(overrides, config)
-    text_config = config.get_text_config()
-    limit, problems = position_limit(text_config), []
-    if vocab_size is not None and model.add_tokens and text_config.vocab_size >= vocab_size - len(model.add_tokens):
-        text_config.vocab_size = max(text_config.vocab_size, vocab_size)
-    if vocab_size is not None and text_config.vocab_size < vocab_size:
-        problems.append(f"model.config.vocab_size: {text_config.vocab_size}, but the tokenizer has {vocab_size} tokens")
-    if limit and plan.recipe.data.seq_len > limit:
-        problems.append(
-            f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions: use {limit} or less"
+        for name, largest in LIMITS.items():
+            for size in layer_values(part, name):
+                if size is not None and not (type(size) is int and 1 <= size <= largest):
+                    raise RecipeError(
+                        f"model.config.{name}: {size!r} is not a whole number from 1 to {largest:,} ({part.model_type})"
+                    )
+    text = config.get_text_config()
+    if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
+        raise RecipeError("model.config.sliding_window: no effect without use_sliding_window: true")
+    if getattr(text, "output_router_logits", False):
+        raise RecipeError(
+            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed; "
+            "set output_router_logits: false to train on the tokens' loss alone"
         )
+    # The vocabulary and the positions: both problems at once.
+    added, seq_len = plan.recipe.model.add_tokens, plan.recipe.data.seq_len
+    limit, problems = position_limit(text), []
+    if vocab_size is not None and added and text.vocab_size >= vocab_size - len(added):
+        text.vocab_size = max(text.vocab_size, vocab_size)
+    if vocab_size is not None and text.vocab_size < vocab_size:
+        problems.append(f"model.config.vocab_size: {text.vocab_size}, but the tokenizer has {vocab_size} tokens")
+    if limit and seq_len > limit:
+        problems.append(f"data.seq_len: {seq_len} is beyond the model's {limit} positions: use {limit} or less")
     if problems:
         raise RecipeError([Problem(problem) for problem in problems])
-    return config
 
 
 def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
@@ -134,12 +191,12 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
     if adapter.kind is None or plan.recipe.export.adapter == "merged" or as_it_is or not nearby:
         return
     # The number of positions of the base need not suffice for the sequences of the recipe.
-    there = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None).get_text_config().to_dict()
-    positions = {"max_position_embeddings"} if _rope_types(config) <= {"default"} else set()
-    for name, value in config.get_text_config().to_dict().items():
-        ignored = name in ONLY_IN_TRAINING or name in positions or re.search(r"dropout|_pdrop$", name)
-        of_files = MTP_LAYERS.fullmatch(name) or (name == TIES and TIES not in model.config)  # see `weights.fit_config`
-        if not ignored and not of_files and value != there.get(name):
+    base = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None)
+    there = resolved_values(base.get_text_config())
+    for name, value in resolved_values(config.get_text_config()).items():
+        of_files = name == TIES and TIES not in model.config  # see `weights.fit_config`
+        ignored = of_files or name == "pad_token_id" or re.search(r"dropout|_pdrop$", name)
+        if not ignored and value != there.get(name):
             raise RecipeError(
                 f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "
                 "use export.adapter: merged, or change config.json in a copy of the model"
@@ -166,7 +223,8 @@ def resolved_values(config: PreTrainedConfig) -> dict[str, Any]:
 
     They are those after all defaults and overrides. A limit of positions decides nothing where these are rotary.
     """
-    ignored = NOT_COMPARED | ({"max_position_embeddings"} if _rope_types(config) == {"default"} else set())
+    kinds = {str(one["rope_type"]) for one in rope_sets(config.get_text_config()) if "rope_type" in one}
+    ignored = NOT_COMPARED | ({"max_position_embeddings"} if kinds == {"default"} else set())
     found: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         inner = vars(config).get(name)  # an attribute that differs between layers raises an error
@@ -185,21 +243,6 @@ def own_code(model: Any) -> dict[str, str]:
         return {}
     files = [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(packages)]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of rotary embeddings; those that are not `default` may depend on the number of positions."""
-    return {str(one["rope_type"]) for one in rope_sets(config.get_text_config()) if "rope_type" in one}
-
-
-def _reject_quantised(config: Any, name: str) -> None:
-    """Raise RecipeError if the files of a model hold quantised weights."""
-    if settings := getattr(config, "quantization_config", None):
-        settings = settings if isinstance(settings, dict) else settings.to_dict()
-        raise RecipeError(
-            f"model.id: the weights of {name} are stored quantised ({settings.get('quant_method')}), which cannot be "
-            "read: name the model that they were made from; adapter.kind: qlora quantises weights while it reads them"
-        )
 
 
 def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
@@ -270,8 +313,12 @@ def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     whole = known.to_dict()
     name = known.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     before, layers = whole.get(name), overrides.get(name, whole.get(name))
-    for key in _per_layer_lists(known, name) - overrides.keys() if layers != before else ():
-        whole[key] = whole[key][:layers] if layers < before else None
+    if layers != before:  # by default, lists with an entry for each layer grow with the layers
+        defaults = [type(known)(**{name: count}).to_dict() for count in (12, 13)]
+        for key, value in known.to_dict().items():
+            grows = all(isinstance(each.get(key), list) and len(each[key]) == each[name] for each in defaults)
+            if grows and isinstance(value, list) and len(value) == before and key not in overrides:
+                whole[key] = value[:layers] if layers < before else None
     for key, value in overrides.items():
         inner = getattr(known, key, None)
         nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
@@ -285,16 +332,6 @@ def with_layers(config: PreTrainedConfig, layers: int) -> Any:
     text = config.get_text_config()
     _text_overrides(overrides, config)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
     return type(config).from_dict(apply_overrides(config, overrides))
-
-
-def _per_layer_lists(known: Any, name: str) -> set[str]:
-    """Return the keys that hold a list with an entry for each layer: by default, these lists grow with the layers."""
-    default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]
-    return {
-        key for key, value in known.to_dict().items()
-        if isinstance(value, list) and len(value) == getattr(known, name)
-        and all(isinstance(d.get(key), list) and len(d[key]) == d[name] for d in default)
-    }  # fmt: skip
 
 
 def _text_overrides(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
@@ -391,25 +428,128 @@ def read_config(name: str, revision: str | None, trusted: bool) -> Any:
     return config
 
 
-def _reject_sizes(config: Any) -> None:
-    for name, limit in LIMITS.items():
-        for size in layer_values(config, name):
-            if size is not None and not (type(size) is int and 1 <= size <= limit):
-                raise RecipeError(
-                    f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,} ({config.model_type})"
-                )
+# ---------------------------------------------------------------------- the files of an export besides the weights
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# The other token ids of a generation config: another tokenizer has other tokens under these ids.
+GENERATION_TOKENS = (
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+    "bad_words_ids", "sequence_bias",
+)  # fmt: skip
+
+CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat template
 
 
-def reject_without_effect(overrides: dict[str, Any], config: Any) -> None:
-    """Raise RecipeError for a sliding window that is switched off, or an auxiliary loss that would not be added.
+def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
+    config, generation, tokenizer = copy.deepcopy(config), _generation_config(plan, model), copy.copy(tokenizer)
+    tokenizer.init_kwargs = {key: value for key, value in tokenizer.init_kwargs.items() if key != "auto_map"}
+    kwargs = prompt_source(plan.recipe.data).data.chat_template_kwargs
+    turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
+    align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
+    config.architectures = [type(model).__name__]
+    with scratch_folder() as scratch:
+        if type(model).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):  # the folder needs the model's own code
+            custom_object_save(model, scratch, config=config)
+        else:  # the folder must not name code that it does not have
+            vars(config).pop("auto_map", None)
+        config.save_pretrained(scratch)
+        generation.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        install_assets(scratch, folder)
 
-    A mixture's auxiliary loss is a product of two means over the global batch: a micro-batch cannot compute it.
+
+def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:
+    """Set the special tokens of both configurations, in place, to the tokenizer's.
+
+    `own`: the tokenizer is the model's own. Then tokens that it does not define keep the model's values, and every end
+    token of either configuration is kept (Llama 3 has three). `turn_end` ends an assistant's turn in training.
     """
-    text = config.get_text_config()
-    if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
-        raise RecipeError("model.config.sliding_window: no effect without use_sliding_window: true")
-    if getattr(text, "output_router_logits", False):
-        raise RecipeError(
-            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed; "
-            "set output_router_logits: false to train on the tokens' loss alone"
-        )
+    for part in config_parts(config):
+        for name in SPECIAL_TOKENS:
+            wanted, there = getattr(tokenizer, name), getattr(part, name, None)
+            keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
+            if not keep:
+                set_special_token(part, name, wanted)
+    ends = [*_as_list(tokenizer.eos_token_id), *_as_list(turn_end)]
+    if own:
+        ends += [*_as_list(generation.eos_token_id), *_as_list(config.get_text_config().eos_token_id)]
+    else:
+        for name in GENERATION_TOKENS:
+            setattr(generation, name, None)
+    ends = list(dict.fromkeys(ends))
+    generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    for name in ("bos_token_id", "pad_token_id"):
+        wanted = getattr(tokenizer, name)
+        if wanted is not None or not own:
+            setattr(generation, name, wanted)
+
+
+def special_token_conflicts(folder: Path) -> list[str]:
+    """Return how config, generation config and tokenizer of a Hugging Face folder disagree on special tokens."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    generation = GenerationConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    files = [("config.json", part) for part in config_parts(config)] + [("generation_config.json", generation)]
+    faults = []
+    for name in SPECIAL_TOKENS:
+        wanted = getattr(tokenizer, name)
+        for file, part in files:
+            found = _as_list(getattr(part, name, None))
+            if wanted is not None and wanted not in found:
+                faults.append(f"{name}: the tokenizer has {wanted}, {file} {found[0] if len(found) == 1 else found}")
+    return faults
+
+
+def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
+    """Raise RecipeError when `model.config` names a special token and the tokenizer defines another."""
+    for name in SPECIAL_TOKENS:
+        written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
+        if written is not None and wanted is not None and wanted not in _as_list(written):
+            raise RecipeError(
+                f"model.config.{name}: {written}: remove this key: the tokenizer's value ({wanted}) is used"
+            )
+
+
+def end_of_turn(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> int | None:
+    """Return the special token that ends an assistant's turn in the chat template; None without one.
+
+    A model that is trained to end its turns with it must stop there when it generates. None if the end-of-sequence
+    token ends the turn.
+    """
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **(template_kwargs or {}))
+    except Exception:  # a template may reject this conversation; errors of real rows are reported when they are encoded
+        return None
+    after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False).input_ids
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    ends = [token for token in after if token in special]
+    return ends[0] if ends and tokenizer.eos_token_id not in ends else None
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
+    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one.
+
+    Raises OSError if there is one that cannot be read.
+    """
+    name, plain = plan.recipe.model.id, copy.deepcopy(model.generation_config)
+    if name is None:
+        return plain
+    try:
+        found = GenerationConfig.from_pretrained(name, revision=model_revision(plan))
+        plain.eos_token_id = found.eos_token_id
+        found.validate(strict=True)  # as `save_pretrained` does
+        return found
+    except Exception as error:  # training does not use it, and many published ones are inconsistent
+        if isinstance(error, OSError) and error.errno:
+            raise
+        # transformers raises OSError where there is none, as for many models, and where it is no JSON.
+        if not isinstance(error, OSError) or isinstance(error.__context__, ValueError):
+            print(f"generation_config.json of {name} is invalid, so a plain one is written: {error_summary(error)}")
+    return plain

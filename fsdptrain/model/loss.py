@@ -4,8 +4,9 @@ The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
 
-A loss that is no plain sum over tokens (DPO) needs the log-probability of each label first: `label_log_probs`, whose
-backward computes the logits of a chunk again.
+A loss that is no plain sum over tokens needs the log-probability of each label first: `label_log_probs`, whose backward
+computes the logits of a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums
+over its two answers. They are computed in float64: differences of sums of hundreds are small.
 
 With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
 """
@@ -18,13 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from fsdptrain.data.corpus import IGNORED
+from fsdptrain.config.schema import Dpo
+from fsdptrain.data.corpus import IGNORED, Batch
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.varlen import Exchange
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 Divisor = int | torch.Tensor
@@ -390,3 +394,46 @@ def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -
         return a @ b
     total = total.float()
     return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
+
+
+# -------------------------------------------------------------------------------------------------------- preferences
+
+MEASURES = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
+
+
+def answer_sums(log_probs: torch.Tensor, batch: Batch, context: Exchange | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each answer, and its number of trained tokens, both float64 [answers].
+
+    `log_probs` float32 [T] is 0 where there is no label. Of ranks that share rows each has a part of an answer's
+    tokens; the sums are over all of them, and the gradient reaches the rank's own.
+    """
+    answers, labels, count = batch["answers"].flatten(), batch["labels"].flatten(), len(batch["reference"])
+    own = torch.stack([log_probs.double(), (labels != IGNORED).double()], dim=1)
+    sums = own.new_zeros(count + 1, 2).index_add(0, answers, own)[:count]  # the last is of padding
+    if context is not None:
+        whole = sums.detach().clone()
+        dist.all_reduce(whole, group=context.group)
+        sums = sums + (whole - sums.detach())
+    return sums[:, 0], sums[:, 1]
+
+
+def dpo_loss(
+    log_probs: torch.Tensor, batch: Batch, dpo: Dpo, divisor: Divisor, context: Exchange | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of a micro-batch's pairs over `divisor`, float32, and their summed MEASURES, float64 [4].
+
+    Of ranks that share rows each returns its part: they add up to the whole.
+    """
+    sums, tokens = answer_sums(log_probs, batch, context)
+    chosen, rejected = (dpo.beta * (sums - batch["reference"])).view(-1, 2).T
+    margin = chosen - rejected
+    losses = -(1 - dpo.label_smoothing) * functional.logsigmoid(margin)
+    if dpo.label_smoothing:
+        losses = losses - dpo.label_smoothing * functional.logsigmoid(-margin)
+    if dpo.sft_weight:
+        losses = losses - dpo.sft_weight * sums[::2] / tokens[::2]
+    loss = losses.sum() / divisor
+    measures = torch.stack([chosen, rejected, margin, (margin > 0).double()]).detach().sum(dim=1)
+    if context is not None:  # each computes the same loss, of which the gradient is that of its own tokens
+        loss, measures = loss - loss.detach() * (1 - 1 / context.ranks), measures / context.ranks
+    return loss.float(), measures

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -198,12 +198,9 @@ class RowQuantizer:
         for layer, absmax in self._absmax.items():
             layer.code.copy_(code)
             sharded: Any = layer.absmax
-            divided = isinstance(sharded, DTensor)  # else every rank has read all rows (`fsdp.ignore`)
-            whole = dtensor_like(absmax, sharded).full_tensor() if divided else absmax
-            coded, scales, offset = quantise_scales(whole, layer.code)
-            if divided:
-                own = distribute_tensor(coded, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
-                coded = dtensor_like(own.to(layer.weight.device), sharded)
+            coded, scales, offset = quantise_scales(dtensor_like(absmax, sharded).full_tensor(), layer.code)
+            own = distribute_tensor(coded, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+            coded = dtensor_like(own.to(layer.weight.device), sharded)
             layer.absmax = nn.Parameter(coded, requires_grad=False)
             layer.scales.copy_(scales)
             layer.offset.copy_(offset)

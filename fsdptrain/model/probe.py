@@ -1,14 +1,17 @@
-"""Test by a run whether a model computes a document alone as it does among others; there is no list of architectures.
+"""Find out by a run which tokens of a model see one another; there is no list of architectures.
 
-Only position ids separate the documents of a sequence, and some architectures ignore them (bloom, state space models);
-some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The architecture
-runs in its own sizes, but with one layer of each kind, random weights that take no memory, and a selection of the
-inputs instead of every large product: this takes about a second on a CPU for a model of any size.
+Whether it computes a document alone as it does among others, whether the varlen kernel computes it without a mask, and
+whether ranks can compute parts of a row. Only position ids separate the documents of a sequence, and some architectures
+ignore them (bloom, state space models); some choose their rotary frequencies by the longest position of a micro-batch;
+some are not causal. The architecture runs in its own sizes, but with one layer of each kind, random weights that take
+no memory, and a selection of the inputs instead of every large product: this takes about a second on a CPU for a model
+of any size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +21,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
-from fsdptrain.model import recurrence
+from fsdptrain.data.corpus import document_bounds
+from fsdptrain.errors import RecipeError, error_summary
+from fsdptrain.model import recurrence, varlen
 from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import decoder_layers
 
 SMALL = 2**16  # elements of a weight; products with larger ones are not computed
 TOLERANCE = 1e-3  # of the largest logit: above rounding, and far below the effect of another document
+RECORDED = "recorded"  # in transformers' registry of attention functions: see `run_in_varlen`
 
 PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of its second factor that is the result's last
     functional.linear: -2, torch.matmul: -1, torch.Tensor.matmul: -1, torch.Tensor.__matmul__: -1, torch.bmm: -1,
@@ -152,3 +159,104 @@ class CheapProducts(TorchFunctionMode):
         random = torch.Generator().manual_seed(int(weight[(0,) * weight.ndim].double().abs() * 2**30))
         chosen = torch.randint(args[0].shape[-1], (results,), generator=random)
         return args[0].index_select(-1, chosen) * (1 - 2 * (chosen % 2))
+
+
+# ----------------------------------------------------------------------------------------------- kernels for attention
+
+AttentionCall = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None
+]  # query, key, value, result, window
+
+
+def run_in_varlen(bare: Any, positions: list[int]) -> tuple[Probe, torch.Tensor, list[AttentionCall]]:
+    """Run a copy of a skeleton on a row of one document in the varlen kernel, on a CPU.
+
+    Returns the copy, its logits [tokens, vocabulary], and the calls of its attention layers. Raises what the model
+    raises.
+    """
+    calls: list[AttentionCall] = []
+
+    def recorded(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> tuple[Any, None]:
+        out, _ = varlen.attend_within_documents(module, query, key, value, mask, **others)
+        calls.append((query, key, value, out, others.get("sliding_window")))
+        return out, None
+
+    AttentionInterface.register(RECORDED, recorded)
+    model = copy.deepcopy(bare)
+    model.set_attn_implementation(RECORDED)
+    documents, longest = document_bounds([[len(positions)]])
+    probe = Probe(model)
+    return probe, probe.logits([positions], documents=documents, longest_document=longest), calls
+
+
+def varlen_obstacle(bare: Any) -> str | None:
+    """Return why the varlen kernel, which has no masks, does not compute a skeleton's model; None if it does.
+
+    The sizes are the model's own, except that windows and chunks are 2 tokens long, so that short documents exceed
+    them.
+    """
+    name = type(bare).__name__
+    model = copy.deepcopy(bare)
+    for owner in {id(x): x for module in model.modules() for x in (module, getattr(module, "config", None))}.values():
+        for window in ("sliding_window", "attention_chunk_size"):
+            if isinstance(getattr(owner, window, None), int):
+                setattr(owner, window, 2)
+    rows, lengths = [[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 0, 1]], [[4, 3, 1], [1, 5, 2]]
+    documents, longest = document_bounds(lengths)
+    probe = Probe(model)
+    try:
+        masked = probe.logits(rows)
+        model.set_attn_implementation(varlen.NAME)
+        if not varlen.used_by(model):
+            return f"{name} does not take its attention from transformers' interface"
+        model.train()  # only then is there dropout
+        probe.logits(rows, documents=documents, longest_document=longest)
+        model.eval()
+        found = probe.logits(rows, documents=documents, longest_document=longest)
+    except RecipeError as error:
+        return str(error).partition("varlen kernel: ")[2].removesuffix("; use eager")
+    except Exception as error:  # whatever the architecture's code raises
+        return f"{name} fails when it is compared with a mask: {error_summary(error)}"
+    if not alike(found, masked):
+        return f"{name} hides more from a token than other documents and what is outside of its window"
+    return None
+
+
+class _WrongInputs(Exception):
+    """Attention gets other inputs for a part of a row than for the whole."""
+
+
+def sharing_obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
+    """Return why `ranks` cannot compute parts of a row of this skeleton's model, None if they can.
+
+    The model's own forward runs on a row and on both halves of it, with the same results of attention. So nothing but
+    attention may let a token see another: no recurrence, no convolution, no rotary frequencies that depend on the
+    longest position of a micro-batch.
+    """
+
+    def replay(part: slice, calls: Iterator[AttentionCall]) -> Callable[..., tuple[Any, None]]:
+        def replayed(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> tuple[Any, None]:
+            *inputs, out, _ = next(calls)
+            for found, expected in zip((query, key, value), inputs, strict=True):
+                if not alike(found, expected[:, :, part]):
+                    raise _WrongInputs("what attention gets depends on more than a token and its position")
+            return out[:, part], None
+
+        return replayed
+
+    name = type(bare).__name__
+    positions = [0, 1, 2, 3, *range(seq_len - 4, seq_len)]
+    try:
+        probe, whole, calls = run_in_varlen(bare, positions)
+        for half in (slice(0, 4), slice(4, 8)):
+            AttentionInterface.register(RECORDED, replay(half, iter(calls)))
+            if not alike(probe.logits([positions], half), whole[half]):
+                return f"in {name} a token sees others outside of attention (a recurrence or a convolution)"
+    except _WrongInputs as error:
+        return f"in {name} {error}"
+    except Exception as error:  # whatever the architecture's code raises
+        return f"{name} fails when a part of a row is compared with the whole: {error_summary(error)}"
+    heads = sorted({query.shape[1] for query, *_ in calls})
+    if uneven := next((count for count in heads if count % ranks), None):
+        return f"{name} has {uneven} query heads, which do not divide among {ranks} ranks"
+    return None

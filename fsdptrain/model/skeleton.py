@@ -1,56 +1,36 @@
-"""The skeleton of a model: parameters on the meta device, buffers on the CPU; and the choice of the attention kernel.
+"""The skeleton of a model, with parameters on the meta device and buffers on the CPU, and its random weights.
 
-Buffers are real, as the constructor makes them: non-persistent ones (rotary frequencies) are in no file.
+Buffers are real, as the constructor makes them: non-persistent ones (rotary frequencies) are in no file. Weights are
+drawn as `from_config` does, one decoder layer at a time, the same on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.config.dtypes import HALF
-from fsdptrain.config.rules import one_row_if_packed
-from fsdptrain.config.schema import Model
-from fsdptrain.errors import Problem, RecipeError, error_summary
-from fsdptrain.model import context, cudnn, varlen
-from fsdptrain.model.units import saved_state
-from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.config.schema import Model, Recipe
+from fsdptrain.errors import RecipeError, error_summary
+from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
+from fsdptrain.model.units import decoder_layers, full_name, saved_state
+from fsdptrain.run_folder.events import Progress
 
 LARGEST_BUFFER = 2**28  # elements
 TOO_LARGE = "this machine has too little memory for the modules and buffers of the model, without its weights"
-
-
-def set_special_token(config: Any, name: str, value: int | None) -> None:
-    """Set a special token; None changes nothing where the architecture requires a number."""
-    with contextlib.suppress(StrictDataclassFieldValidationError):
-        setattr(config, name, value)
-
-
-def config_parts(config: Any) -> list[Any]:
-    """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
-    text = config.get_text_config()
-    return [text] if text is config else [config, text]
-
-
-def layer_values(config: Any, name: str) -> list[Any]:
-    """Return the values of a configuration's key: a list of one, or of one for each layer."""
-    try:
-        value = getattr(config, name, None)
-    except RuntimeError:  # a key that differs between layers
-        value = [getattr(layer, name) for layer in config.per_layer_config]
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @contextlib.contextmanager
@@ -108,13 +88,15 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _kept_in_float32(made, computed)
-    made.frozen_names = set()  # of parameters, by the recipe: see `model.freeze.freeze`
+    made.frozen_names = set()  # of parameters, by the recipe: see `adapters.freeze`
     wide = made.float32_names | _kept_in_float32(made, master)
-    cast = {
-        id(tensor): _cast(tensor, torch.float32 if name in wide else master)
-        for name, tensor in state.items()
-        if tensor.dtype != (torch.float32 if name in wide else master)
-    }
+    cast: dict[int, Any] = {}
+    for name, tensor in state.items():
+        dtype = torch.float32 if name in wide else master
+        if tensor.dtype != dtype:
+            made_again = tensor.detach().to(dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            cast[id(tensor)] = nn.Parameter(made_again, tensor.requires_grad) if is_parameter else made_again
     for module in made.modules():
         own = {"recurse": False, "remove_duplicate": False}
         for key, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
@@ -133,74 +115,10 @@ def skeleton_in_dtype(model: Any, dtype: str, compute: str | None = None) -> Any
     return skeleton(model.config, Model(dtype=dtype, attn_implementation=kernel), compute)  # type: ignore[arg-type]
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    cast = tensor.detach().to(dtype)
-    return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
-
-
 def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
     """Return the names of the state that `from_pretrained(dtype=dtype)` loads in float32."""
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
-
-
-def choose_attention(
-    plan: Plan, config: Any, prefers_cudnn: bool | None = None, has_flash: bool = True
-) -> tuple[Plan, Any]:
-    """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
-
-    sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
-    recipe's batches allow: varlen, flash_attention_2, sdpa, eager. Instead of varlen it is sdpa where torch's sdpa is
-    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process. `has_flash`
-    is whether a card that is not in this process has FlashAttention: those before Ampere do not.
-    """
-    model = plan.recipe.model
-    if model.attn_implementation not in ("auto", "sdpa"):
-        return plan, skeleton(config, model)
-    bare = skeleton(config, model)
-    if plan.context > 1:
-        check_context(plan, bare, has_flash)
-    kernels = {part._attn_implementation for part in config_parts(bare.config)}
-    # A model of several parts may support sdpa in some of them only.
-    kernel = kernels.pop() if len(kernels) == 1 else "eager"
-    if kernel == "sdpa" and has_flash and varlen.obstacle(plan, bare) is None:
-        bare.set_attn_implementation(kernel := varlen.NAME)
-        if (cudnn.is_preferred_here() if prefers_cudnn is None else prefers_cudnn) and cudnn.computes(plan, bare):
-            bare.set_attn_implementation(kernel := "sdpa")
-    elif model.attn_implementation == "sdpa":
-        return plan, bare
-    elif _flash_is_possible(plan):
-        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
-        with contextlib.suppress(RecipeError):  # the architecture does not support it
-            return flash, skeleton(config, flash.recipe.model)
-    return varied(plan, {"model.attn_implementation": kernel}), bare
-
-
-def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
-    """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
-    parts = {part._attn_implementation for part in config_parts(bare.config)}
-    reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else varlen.obstacle(plan, bare)
-    reason = reason or (None if has_flash else "this card has no FlashAttention")
-    reason = reason or context.sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
-    if reason:
-        raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
-
-
-def _flash_is_possible(plan: Plan) -> bool:
-    """Return whether flash_attention_2 is installed and supports this GPU, this recipe's dtype and packed documents."""
-    kept = plan.recipe.fsdp.recomputation.keep_attention  # of operators of torch alone
-    return flash_fits(plan) and bool(is_flash_attn_2_available()) and not kept and not varlen.card_obstacle()
-
-
-def flash_fits(plan: Plan) -> bool:
-    """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
-    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
-    return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
-
-
-def supports_flash(model: Any) -> bool:
-    """Return whether a model's architecture supports flash_attention_2."""
-    return bool(model._supports_flash_attn)
 
 
 @contextlib.contextmanager
@@ -237,3 +155,143 @@ class _LargeOnMeta(TorchFunctionMode):
             if made.numel() > LARGEST_BUFFER:
                 return made
         return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------ random weights
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 63-bit seed for any values; different values give unrelated seeds."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def draw_weights(
+    model: Any,
+    mirror: Any,
+    recipe: Recipe,
+    progress: Progress,
+    copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
+
+    Every rank draws the same weights, one layer at a time, and keeps its rows: all world sizes start from the same
+    weights, and no rank holds the whole model. `mirror` is an unsharded skeleton. `copy_own_rows(parameter, whole)`
+    sets this rank's rows of a sharded parameter.
+    """
+    targets = dict(model.named_parameters())
+    groups = init_groups(mirror)
+    for done, weights in enumerate(initial_weights(mirror, groups, recipe), 1):
+        for name, whole in weights.items():
+            copy_own_rows(targets[name], whole)
+        progress("initialise", done, len(groups))
+
+
+@dataclass(frozen=True)
+class InitGroup:
+    """Modules that are initialised together, children before parents: (name, module, `_init_weights` of its model)."""
+
+    name: str
+    modules: list[tuple[str, nn.Module, Callable[[nn.Module], None]]]
+
+
+def init_groups(mirror: Any) -> list[InitGroup]:
+    """Split a skeleton into groups: decoder layers, children of other lists of modules, and what surrounds them.
+
+    A decoder layer is one group, because `_init_weights` of a module may change its children. A module that contains
+    some is a group without its children, because with them it would be the whole model.
+    """
+    # Groups are filled in the order in which transformers initialises modules: children first, each module once.
+    layers = {id(module) for _, module in decoder_layers(mirror)}
+    groups: dict[str, InitGroup] = {}
+    visited: set[int] = set()
+
+    def stays_whole(module: nn.Module, parent: nn.Module | None) -> bool:
+        inner = list(module.modules())
+        if id(module) in layers:
+            return True
+        if any(id(m) in layers for m in inner):
+            return False
+        return isinstance(parent, nn.ModuleList) or not any(isinstance(m, nn.ModuleList) for m in inner)
+
+    def visit(name: str, module: nn.Module, parent: nn.Module | None, rules: Any, group: str | None) -> None:
+        if id(module) in visited:  # used in several places, initialised in the first
+            return
+        visited.add(id(module))
+        if isinstance(module, PreTrainedModel):  # a model inside a model has its own rules
+            rules = module._init_weights
+        if group is None and stays_whole(module, parent):
+            group = name
+        for key, child in module.named_children():
+            visit(full_name(name, key), child, module, rules, group)
+        key = name if group is None else group
+        groups.setdefault(key, InitGroup(key, [])).modules.append((name, module, rules))
+
+    visit("", mirror, None, mirror._init_weights, None)
+    return [group for group in groups.values() if any([*m.parameters(recurse=False)] for _, m, _ in group.modules)]
+
+
+def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of each group by name, whole and on the CPU, as `AutoModelForCausalLM.from_config` draws them.
+
+    The memory is NaN before `_init_weights` runs. A parameter that is still NaN afterwards is left to its module's
+    constructor: it gets the constructor's value, and `_init_weights` runs a second time. A tied parameter is drawn with
+    its source, because transformers ties weights after the initialisation. Raises RecipeError for a parameter that
+    nothing initialises.
+    """
+    names = {id(param): name for name, param in mirror.named_parameters()}
+    twin: Any = None  # a skeleton whose modules keep the arguments of their constructors
+    for group in groups:
+        places = [
+            (name, module, key, param)
+            for name, module, _ in group.modules
+            for key, param in module.named_parameters(recurse=False)
+            if full_name(name, key) not in mirror.all_tied_weights_keys
+        ]
+        # Put real parameters into the modules, let `_init_weights` fill them, and put the meta ones back.
+        constructed: dict[int, torch.Tensor] = {}
+        for _ in range(2):
+            real: dict[int, nn.Parameter] = {}
+            for *_, param in places:
+                value = constructed.get(id(param))
+                memory = torch.full_like(param, torch.nan, device="cpu") if value is None else value.clone()
+                real[id(param)] = nn.Parameter(memory, requires_grad=param.requires_grad)
+                real[id(param)].__dict__.update(param.__dict__)  # flags that `_init_weights` may read
+            for _, module, key, param in places:
+                setattr(module, key, real[id(param)])
+            torch.manual_seed(seed_of(recipe.seed, group.name))
+            with torch.no_grad():
+                for _, module, rules in group.modules:
+                    rules(module)
+            for _, module, key, param in places:
+                setattr(module, key, param)
+            left = [place for place in places if real[id(place[-1])].isnan().any()]
+            if not left or constructed:
+                break
+            if twin is None:
+                with constructor_arguments_recorded({type(module) for module in mirror.modules()}):
+                    twin = skeleton(mirror.config, recipe.model)
+            constructed = {id(param): _constructed(twin, recipe, name, key) for name, _, key, param in left}
+        if left:
+            name, module, key, _ = left[0]
+            raise RecipeError(
+                f"model.init: random is not possible: transformers does not initialise {full_name(name, key)} "
+                f"({type(module).__name__}); start from pretrained weights"
+            )
+        yield {names[i]: weight.detach() for i, weight in real.items()}
+
+
+def _constructed(twin: Any, recipe: Recipe, name: str, key: str) -> torch.Tensor:
+    """Run the constructor of a module again; return its parameter `key`: NaN where the constructor sets no value."""
+    module = twin.get_submodule(name)
+    args, kwargs = constructor_arguments(module)
+    torch.manual_seed(seed_of(recipe.seed, name, "constructor"))
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not set is NaN
+    try:
+        dtype = getattr(torch, recipe.model.dtype)
+        with parameters_on_meta(keep_real=type(module)), local_torch_dtype(dtype):
+            param: torch.Tensor = type(module)(*args, **kwargs).get_parameter(key)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return param.detach()

@@ -1,8 +1,12 @@
-"""A model's units: the modules whose parameters are gathered, freed and reduced together."""
+"""The parts of a model: its decoder layers and parameters by name, and its units.
+
+A unit is what is gathered, freed and reduced together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
@@ -27,6 +31,21 @@ class Unit:
 def full_name(module: str, key: str) -> str:
     """Return the name in the model of the child, parameter or buffer `key` of the module of this name."""
     return f"{module}.{key}" if module else key
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's matrix or vector."""
+    return bool(re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name))
+
+
+def is_adapter_matrix(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's matrix, not of DoRA's vector of magnitudes."""
+    return is_adapter(name) and ".lora_magnitude_vector." not in name
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter has without adapters; an adapter's own parameters have none."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:

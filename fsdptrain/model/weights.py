@@ -28,11 +28,10 @@ from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, 
 from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.data.hub import recipe_errors, safetensors_files, same_values
 from fsdptrain.errors import RecipeError, listed
-from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp
+from fsdptrain.model.adapters import copies_of_base, saved_names, without_adapters
+from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp, config_parts
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
-from fsdptrain.model.peft import copies_of_base, saved_names, without_adapters
-from fsdptrain.model.skeleton import config_parts
 from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress
@@ -79,11 +78,20 @@ def read_weights(
     RecipeError if the files do not fit the architecture.
     """
     with _opened(safetensors_files(plan)) as slices:
-        known = stored_names(bare, slices).known
-        slices = {key: each for key, each in slices.items() if key in known}
+        known, done = stored_names(bare, slices).known, itertools.count(1)
+
+        def read() -> None:  # by transformers, from several threads
+            progress("load", min(next(done), len(known)), len(known))
+
+        grown = _with_added_rows(bare, {key: each for key, each in slices.items() if key in known}, plan, added)
+        counted: dict[str, Any] = {name: _Counted(rows, read) for name, rows in grown.items()}
         with without_adapters(model):
-            slices = _as_stored(model, _counted(_with_added_rows(bare, slices, plan, added), progress))
-            _fill(model, bare, slices, plan, device, quantizer)
+            # The weights of Conv1D are transposed where the model has an NF4Linear. Files of GPT-2 have no prefix.
+            transposed = [n for n, m in model.named_modules() if isinstance(m, NF4Linear) and m.transposed]
+            for name, rows in counted.items():
+                if any(f".{layer}.weight".endswith(f".{name}") for layer in transposed):
+                    counted[name] = _Transposed(rows)
+            _fill(model, bare, counted, plan, device, quantizer)
     for name in model.frozen_names:  # transformers lets a parameter that is not sharded be trained
         model.get_parameter(name).requires_grad_(False)
 
@@ -205,10 +213,8 @@ def fit_config(config: Any, bare: Any, plan: Plan, files: list[str]) -> list[str
     notes = []
     with _opened(files) as slices:
         names = stored_names(bare, slices, plan.recipe.model.ignore_weights)
-        stored, dtype = (
-            {name: slices[key] for key, name in names.known.items()},
-            getattr(torch, plan.recipe.model.dtype),
-        )
+        stored = {name: slices[key] for key, name in names.known.items()}
+        dtype = getattr(torch, plan.recipe.model.dtype)
         apart = [
             name
             for name, source in bare.all_tied_weights_keys.items()
@@ -282,24 +288,20 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
     own = {"recurse": False, "remove_duplicate": False}
     empty = [(module, *named) for module in twin.modules() for named in module.named_parameters(**own)]
     slices: list[dict[str, Any]] = [{} for _ in groups]
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in safetensors_files(plan)]
-        homes = {key: opened for opened in files for key in opened.keys()}  # noqa: SIM118
-        for key, name in _loaded_names(twin, list(homes)).items():
+    with _opened(safetensors_files(plan)) as stored:
+        for key, name in _loaded_names(twin, [*stored]).items():
             if name in group_of:
-                slices[group_of[name]][key] = homes[key].get_slice(key)
+                slices[group_of[name]][key] = stored[key]
         for group, found in zip(groups, slices, strict=True):
             _load(twin, bare, _with_added_rows(bare, found, plan), plan, torch.device("cpu"))
             state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers())}
-            real = {
-                name: next(
-                    (state[alias].detach() for alias in aliases.get(name, [name]) if not state[alias].is_meta), None
-                )
-                for name in group
-            }
-            if missing := [name for name, tensor in real.items() if tensor is None]:
-                raise RecipeError(f"model.id: the files of {plan.recipe.model.id} have no {missing[0]}")
-            yield real  # type: ignore[misc]  # none of them is None
+            real: dict[str, torch.Tensor] = {}
+            for name in group:
+                read = [state[alias].detach() for alias in aliases.get(name, [name]) if not state[alias].is_meta]
+                if not read:
+                    raise RecipeError(f"model.id: the files of {plan.recipe.model.id} have no {name}")
+                real[name] = read[0]
+            yield real
             for module, key, param in empty:
                 setattr(module, key, param)
 
@@ -336,14 +338,12 @@ def _fill(
     names = [*names_by_parameter(model).values()]
     info = _load(model, bare, slices, plan, device, quantizer)
     # What transformers found is an error here: a weight that is missing (under all of its names) or of another shape.
-    missing = sorted(same[0] for same in names if info.missing_keys.issuperset(same))
-    reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
-    faults = {"of another shape": reshaped, "missing": missing}
-    for what, found in faults.items():
-        if found:
-            raise RecipeError(
-                f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {listed(found, 3)}"
-            )
+    wrong = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
+    what = "of another shape"
+    if not wrong:
+        wrong, what = sorted(same[0] for same in names if info.missing_keys.issuperset(same)), "missing"
+    if wrong:
+        raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {listed(wrong, 3)}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)  # to the one that was read
@@ -392,31 +392,22 @@ class Header:
         return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
 
 
-def _as_stored(model: Any, slices: dict[str, Any]) -> dict[str, Any]:
-    """Return the same slices, with the weights of Conv1D transposed where the model has an NF4Linear for them."""
-    transposed = {
-        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, NF4Linear) and layer.transposed
-    }
-
-    def of_conv1d(name: str) -> bool:  # files of GPT-2 have no prefix
-        return any(f".{weight}".endswith(f".{name}") for weight in transposed)
-
-    return {name: _Transposed(rows) if of_conv1d(name) else rows for name, rows in slices.items()}
-
-
-class _Transposed:
-    """A matrix of a file with rows and columns exchanged."""
+class _Slice:
+    """A tensor of a file that is read otherwise than as it is there: it has the interface of a slice of safetensors."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
 
-    def get_shape(self) -> list[int]:
-        """Return the shape, as a slice of a safetensors file does."""
-        shape: list[int] = self._rows.get_shape()
-        return shape[::-1]
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rows, name)
+
+
+class _Transposed(_Slice):
+    """A matrix of a file with rows and columns exchanged."""
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._rows.get_shape()
+        return shape[::-1]
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._rows[key if key is ... else key[::-1]]
@@ -432,24 +423,21 @@ def _with_added_rows(bare: Any, slices: dict[str, Any], plan: Plan, added: Seque
     return {key: _Grown(each, rows[names[key]], added) if names[key] in rows else each for key, each in slices.items()}
 
 
-class _Grown:
+class _Grown(_Slice):
     """A tensor of a file with `total` rows: those of `added` and those that the file lacks are the mean of the others.
 
     Every rank that reads such a row reads the rows before them for their mean.
     """
 
     def __init__(self, rows: Any, total: int, added: Sequence[int]) -> None:
-        self._rows, self._total = rows, total
+        super().__init__(rows)
+        self._total = total
         self._stored: int = rows.get_shape()[0]
         self._first = min(added, default=self._stored)
         self._last = total if self._stored < total else max(added, default=total - 1) + 1  # exclusive
 
     def get_shape(self) -> list[int]:
-        """Return the shape with all rows, as a slice of a safetensors file does."""
         return [self._total, *self._rows.get_shape()[1:]]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         own, *others = (slice(None),) if key is ... else key if isinstance(key, tuple) else (key,)
@@ -472,26 +460,14 @@ class _Grown:
         return torch.as_tensor(total / self._first)
 
 
-class _Counted:
+class _Counted(_Slice):
     """A tensor of a file that calls `read` whenever it is read."""
 
     def __init__(self, rows: Any, read: Callable[[], None]) -> None:
-        self._rows, self._read = rows, read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name)
+        super().__init__(rows)
+        self._read = read
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._rows[key]
         self._read()
         return tensor
-
-
-def _counted(slices: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the same slices, which report progress as they are read (by transformers, from several threads)."""
-    done = itertools.count(1)
-
-    def read() -> None:
-        progress("load", min(next(done), len(slices)), len(slices))
-
-    return {name: _Counted(rows, read) for name, rows in slices.items()}

@@ -9,26 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fsdptrain.model.context import AllToAll
+from fsdptrain.model.varlen import AllToAll
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -48,9 +47,8 @@ RELIES_ON = {
         "8b4fc84a6685": "2.13.0",
         "db44419126ea": "2.15.0",
     },
-    # Replaced by `resharding_to`.
-    f"{FSDP}._fsdp_init._get_post_forward_mesh_info": {"b3e1d55b6ef7": "2.11.0 2.13.0 2.15.0"},
     "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
+    "torch._C._distributed_c10d._dump_fr_trace_json": {"eaafe7d69bd1": "2.11.0 2.13.0", "f675f8e60e0a": "2.15.0"},
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
     # By `recompute`, and by `forecast.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
     "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
@@ -136,23 +134,6 @@ def _gather_nothing(shard: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.
 def _become_the_shard(gathered: Any, shard: torch.Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
     """Return the parameter, and nothing that is freed with it; None for an `out` that was returned before."""
     return (shard, ()) if out is None else None
-
-
-@contextlib.contextmanager
-def resharding_to(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Let the units that `fully_shard` makes inside the context, and reshards to groups of ranks, use those of `mesh`.
-
-    Replaces `_get_post_forward_mesh_info` where `fully_shard` looks it up: it makes two process groups for each unit.
-    """
-    make = _fully_shard._get_post_forward_mesh_info
-
-    def shared(reshard: bool | int, mesh_info: Any) -> Any:
-        if isinstance(reshard, bool) or mesh is None:
-            return make(reshard, mesh_info)
-        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-    with mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", shared):
-        yield
 
 
 OUTERMOST = "the outermost unit"
@@ -270,6 +251,16 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
             kind = f"{kind} of {CONTEXT}"
         found.append({**entry, "collective": kind, "side": description == SIDE})
     return found
+
+
+def recorded_collectives() -> dict[str, dict[str, Any]]:
+    """Return backend → what torch's flight recorder has of this rank's collectives.
+
+    Each backend has a recorder of its own; that of NCCL is only in builds with CUDA.
+    """
+    dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    found = {backend: getattr(_distributed_c10d, name, None) for backend, name in dumps.items()}
+    return {backend: json.loads(dump()) for backend, dump in found.items() if dump}
 
 
 def allow_graphs(count: int) -> None:

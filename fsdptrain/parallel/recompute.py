@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
-import fsdptrain.model.attention  # noqa: F401  (registers an operator)
+import fsdptrain.model.tiles  # noqa: F401  (registers an operator)
 from fsdptrain.config.schema import Recomputation
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import attention, varlen
+from fsdptrain.model import tiles, varlen
+from fsdptrain.model.adapters import freeze, layers_in_nf4
+from fsdptrain.model.attention import avoid_wrong_kernel
 from fsdptrain.model.float8 import convert_to_float8
-from fsdptrain.model.freeze import freeze, kept_whole, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
@@ -35,7 +35,6 @@ from fsdptrain.parallel.patches import (
     keeps_integers,
     leave_open,
     name_collectives,
-    resharding_to,
     takes_two_dtypes,
 )
 from fsdptrain.parallel.recompute import KERNELS, recompute
@@ -68,12 +67,12 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     freeze(model, recipe)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
-        attention.install()
+        tiles.install()
         use_torch_operators()
     elif world.device.type == "cuda":  # a simulation chooses itself whether masks are built
         find_documents_without_waiting(recipe.documents_share_sequences)
         if recipe.model.attn_implementation == "sdpa":
-            varlen.avoid_wrong_kernel(recipe.data.seq_len)
+            avoid_wrong_kernel(recipe.data.seq_len)
     units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model, plan.compiles)
@@ -100,14 +99,11 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "mesh": world.mesh,
         "mp_policy": precision(fsdp),
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
-        "ignored_params": {*kept_whole(model, plan.recipe).values()} or None,
     }
     reshard = fsdp.strategy.reshards
-    with resharding_to(world.reshard_mesh):
-        for unit in units:
-            # The head runs last in forward and first in backward: it would be gathered again at once.
-            after = (fsdp.reshard_after_forward or reshard) if unit.name != "head" else False
-            fully_shard(unit.modules, reshard_after_forward=after, **policies)
+    for unit in units:
+        # The head runs last in forward and first in backward: it would be gathered again at once.
+        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
     fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
     # Gradients are summed, not averaged: the loss is already divided by the label tokens of the global batch.
     for module in model.modules():
@@ -153,7 +149,7 @@ def use_whole_shards(model: Any, plan: Plan) -> None:
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     for name, param in model.named_parameters():
         same = param.dtype == compute or not param.is_floating_point() or name in model.float32_names
-        if same and isinstance(param, DTensor):  # others are those of `fsdp.ignore`
+        if same:
             gather_itself(param)
 
 

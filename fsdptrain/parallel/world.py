@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
-from fsdptrain.model.context import Exchange
+from fsdptrain.model.varlen import Exchange
 from fsdptrain.parallel.patches import CONTEXT, SIDE
 from fsdptrain.plan.gpus import bind_near
 from fsdptrain.plan.hardware import card
@@ -67,7 +67,7 @@ class World:
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
     the ranks. `attempt` numbers the times that ranks have met in the run folder. `context` connects the ranks that
-    share rows, None if each has its own. `reshard_mesh` is that of `make_reshard_mesh`.
+    share rows, None if each has its own.
     """
 
     rank: int
@@ -79,7 +79,6 @@ class World:
     hosts: list[str]
     attempt: int = 0
     context: Exchange | None = None
-    reshard_mesh: DeviceMesh | None = None
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
@@ -108,10 +107,8 @@ class World:
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
-        reshard_mesh = make_reshard_mesh(plan, mesh)
-        for each in filter(None, (mesh, reshard_mesh)):
-            for group in each.get_all_groups():
-                group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
+        for group in mesh.get_all_groups():
+            group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
         context = make_context(plan, timeout)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
@@ -120,7 +117,7 @@ class World:
         dist.all_gather_object(ranks, own, group=side)
         hosts, attempts = zip(*ranks, strict=True)
         attempt = max(attempts) + 1
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context, reshard_mesh)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context)
 
     @property
     def replicas(self) -> int:
@@ -223,15 +220,6 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
-
-
-def make_reshard_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the mesh of two axes whose second are the ranks that keep weights after forward together.
-
-    None if `fsdp.reshard_after_forward` is unset.
-    """
-    ranks = plan.recipe.fsdp.reshard_after_forward
-    return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
 
 def make_context(plan: Plan, timeout: timedelta | None = None) -> Exchange | None:

@@ -56,8 +56,9 @@ class Hardware:
     of the peak that matrix products, attention (by kernel: forward, backward) and other kernels reach. While a
     collective runs, kernels take 1 + `contention` times as long: NCCL uses multiprocessors and memory bandwidth.
     `launch_s` are the host's seconds for a kernel, `hook_s` those for a collective with FSDP2's hooks around it
-    (docs/measurements.md, "Host time of a layer"). `late_s` are the seconds by which a collective between nodes delays
-    the step, for each of its ranks: all wait for the latest. `basis` says what the figures for time are based on.
+    (docs/internals/measurements.md, "Host time of a layer"). `late_s` are the seconds by which a collective between
+    nodes delays the step, for each of its ranks: all wait for the latest. `basis` says what the figures for time are
+    based on.
     """
 
     name: str

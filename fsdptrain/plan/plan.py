@@ -20,9 +20,9 @@ from typing import Any
 
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
-from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.keys import flat, recipe_of, recipe_problems
 from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
-from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.config.paths import (
     DataPath,
     find_all_data,
@@ -35,10 +35,8 @@ from fsdptrain.config.paths import (
     with_expanded_paths,
 )
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.reflection import all_paths, flat
 from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
-from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED
@@ -90,6 +88,9 @@ class Counts:
     def of_frozen(self) -> Counts:
         """Return the numbers without what is trained."""
         return Counts(self.frozen, 0, 0, self.quantised)
+
+
+HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,7 @@ class Plan:
         if "data_path" in fields:  # of a version without data.sources
             fields["data_paths"] = [fields.pop("data_path")]
         plan: Plan = recipe_of(fields, cls)
-        if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
+        if problems := [*recipe_problems(plan.recipe), *plan.topology.problems()]:
             raise RecipeError(problems)
         return plan
 
@@ -562,17 +563,18 @@ def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     return [*(context or _batch_problems(recipe, topology)), *_shard_problems(recipe, topology)]
 
 
+def may_share_rows(context: int, node: int, world: int) -> bool:
+    """Return whether `context` ranks can share rows: they are on one node of `node` ranks, or on several whole ones."""
+    return node % context == 0 or (context % node == 0 and world % context == 0)
+
+
 def _context_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Check that the ranks that share a row are on one node, unless the recipe allows others."""
-    size = recipe.parallel.context
-    of_a_node, everywhere = topology.nproc_per_node, recipe.parallel.context_over_nodes
-    ranks = topology.world_size if everywhere else of_a_node
-    if ranks % size == 0:
+    """Check that the ranks that share a row are on one node, or on several whole ones."""
+    size, ranks = recipe.parallel.context, topology.nproc_per_node
+    if may_share_rows(size, ranks, topology.world_size):
         return []
     near = ", ".join(str(n) for n in range(1, min(ranks, 1024) + 1) if ranks % n == 0)
-    message = f"{size} does not divide the {ranks} ranks{'' if everywhere else ' of a node'}; use one of {near}"
-    over_nodes = topology.world_size % size == 0 and not everywhere
-    return [Problem(message + ", or parallel.context_over_nodes=true" * over_nodes, "parallel.context")]
+    return [Problem(f"{size} does not divide the {ranks} ranks of a node; use one of {near}", "parallel.context")]
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:
@@ -599,17 +601,8 @@ def _shard_size(recipe: Recipe, topology: Topology) -> int:
     return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
 
 
-def may_reshard_to(group: int, shard_size: int) -> bool:
-    """Return whether groups of this many of the ranks that share a copy may keep gathered weights after forward."""
-    return 1 < group < shard_size and shard_size % group == 0
-
-
 def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    size, world, group = _shard_size(recipe, topology), topology.world_size, recipe.fsdp.reshard_after_forward
-    if world % size == 0 and group is not None and not may_reshard_to(group, size):
-        way_out = ", ".join(["use null", *(str(n) for n in range(2, min(size, 1024)) if may_reshard_to(n, size))])
-        message = f"{group} is no part of the {counted(size, 'rank')} that share a copy of the model; {way_out}"
-        return [Problem(message, "fsdp.reshard_after_forward")]
+    size, world = _shard_size(recipe, topology), topology.world_size
     if world % size == 0:
         return []
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fsdptrain.config.reflection import value_at
+from fsdptrain.config.keys import value_at, value_text
 from fsdptrain.config.schema import MAX_NODES, MAX_WORKERS, Recipe, node_range
-from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.plan.gpus import visible_gpus
 from fsdptrain.plan.hardware import Hardware

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import importlib.util
 import io
 import math
 import re
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdptrain.forecast.plot import fixed_style
+from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.report.history import Points, RunHistory
 from fsdptrain.text import rate, size
 
@@ -31,6 +33,28 @@ SPIKE = 50  # times the median: a curve that is higher has a logarithmic axis
 INK, QUIET, GRID, FAULT = "#0000f0", "#0000f1", "#0000f2", "#0000f3"
 VARIABLES = {INK: "ink", QUIET: "quiet", GRID: "grid", FAULT: "fault"}
 VARIABLES |= {f"#{number:06x}": f"c{number}" for number in range(1, COLOURS + 1)}
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise RecipeError, which names `what` needs it, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RecipeError([Problem("needs matplotlib: pip install 'fsdptrain[plot]'", what)])
+
+
+@contextlib.contextmanager
+def fixed_style(salt: str = "fsdptrain", **settings: Any) -> Iterator[None]:
+    """Draw with matplotlib's defaults and these settings until the block ends.
+
+    Equal input gives equal files: neither the user's matplotlibrc nor a random id changes a plot. `salt` makes the ids
+    of an SVG differ from those of others on the same page.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context():  # restores the settings that are changed here
+        matplotlib.rcdefaults()
+        parameters: Any = matplotlib.rcParams  # its type lists every name
+        parameters.update({"svg.hashsalt": salt, **settings})
+        yield
 
 
 class Curve(NamedTuple):

@@ -16,10 +16,9 @@ import yaml
 
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
-from fsdptrain.forecast.plot import require_matplotlib
-from fsdptrain.launch.status import is_run_folder, runs_below
-from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
+from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, require_matplotlib, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
+from fsdptrain.report.status import is_run_folder, runs_below
 from fsdptrain.run_folder.files import shipped, write_atomically
 from fsdptrain.run_folder.records import EVENTS, Record, RunState, by_loss, shares_of
 from fsdptrain.run_folder.rundir import RunDir

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdptrain.config.reflection import flat
+from fsdptrain.config.keys import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
-from fsdptrain.forecast.measured import comparison_line
-from fsdptrain.launch.status import UNKNOWN, observe
 from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.report.status import UNKNOWN, observe
 from fsdptrain.run_folder.files import NOTHING_THERE
 from fsdptrain.run_folder.records import Record, Tail, numbers_in, read_object, without_undone
 from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.text import seconds, size
 
 Points = list[tuple[float, float]]
 
@@ -138,3 +138,13 @@ def changed_keys(runs: Sequence[RunHistory]) -> list[str]:
     others = recipes[1:] if len(runs) > 1 else [flat(Recipe())]
     keys = recipes[0].keys() - {"name", "output_dir"} if recipes else ()
     return [key for key in flat(Recipe()) if key in keys and any(recipes[0][key] != other[key] for other in others)]
+
+
+def comparison_line(found: dict[str, Any]) -> str:
+    """Format the comparison as one line for the terminal."""
+    memory, speed = found["compared"]["peak_bytes"], found["compared"]["step_s"]
+    return (
+        f"forecast and measurement: memory {size(memory['forecast'])}, measured {size(memory['measured'])} "
+        f"({memory['ratio']:.2f}×); a step {seconds(speed['forecast'])} s, measured {seconds(speed['measured'])} s "
+        f"({speed['ratio']:.2f}×)"
+    )

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptrain.data.corpus import Batch
-from fsdptrain.model.peft import base_name
-from fsdptrain.model.units import nonfinite_names, nonfinite_note
+from fsdptrain.model.units import base_name, nonfinite_names, nonfinite_note
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine

@@ -7,7 +7,6 @@ original has changed within a version, and warns when a version has another sour
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 RELIES_ON = {
@@ -25,9 +23,7 @@ RELIES_ON = {
         "cc2a17ca7325": "2.13.0",
         "9bf759c3863e": "2.15.0",
     },
-    # Used as they are: by `recorded_collectives`,
-    "torch._C._distributed_c10d._dump_fr_trace_json": {"eaafe7d69bd1": "2.11.0 2.13.0", "f675f8e60e0a": "2.15.0"},
-    # by preflight,
+    # Used as they are: by preflight,
     "torch.ops.mkldnn._is_mkldnn_bf16_supported.default": {"05801fadec7e": "2.11.0 2.13.0 2.15.0"},
     # by step,
     "torch.ops.aten._foreach_norm.Scalar": {"ff49023321db": "2.11.0 2.13.0 2.15.0"},
@@ -73,13 +69,3 @@ def write_allocations(path: Path) -> None:
     """Write the events that `record_allocations` kept, and what is allocated now, for pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def recorded_collectives() -> dict[str, dict[str, Any]]:
-    """Return backend → what torch's flight recorder has of this rank's collectives.
-
-    Each backend has a recorder of its own; that of NCCL is only in builds with CUDA.
-    """
-    dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-    found = {backend: getattr(_distributed_c10d, name, None) for backend, name in dumps.items()}
-    return {backend: json.loads(dump()) for backend, dump in found.items() if dump}

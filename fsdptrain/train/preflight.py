@@ -19,19 +19,31 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary, listed
-from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
+from fsdptrain.model.adapters import (
+    check_adapter_file,
+    check_experts_in_one_unit,
+    freeze,
+    quantised_ids,
+    unquantised_note,
+)
+from fsdptrain.model.attention import choose_attention, mask_note
+from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold, with_layers
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
-from fsdptrain.model.flops import expert_count, model_flops
-from fsdptrain.model.freeze import check_experts_in_one_unit, freeze, kept_whole, quantised_ids, unquantised_note
 from fsdptrain.model.loss import after_head
-from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import base_name, check_adapter_file
+from fsdptrain.model.parameters import expert_count, model_flops, weights_of
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
-from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
-from fsdptrain.model.units import Unit, beside_text, in_buckets, saved_state, tied, token_parameters, units_of
-from fsdptrain.model.varlen import mask_note
+from fsdptrain.model.skeleton import TOO_LARGE, skeleton
+from fsdptrain.model.units import (
+    Unit,
+    base_name,
+    beside_text,
+    in_buckets,
+    saved_state,
+    tied,
+    token_parameters,
+    units_of,
+)
 from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.limits import available_memory
@@ -193,7 +205,6 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, f
     with _collected(problems):
         check_base_config(plan, config)
     with _collected(problems):
-        kept_whole(trained, plan.recipe)
         units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
         check_experts_in_one_unit(trained, units)
     with _collected(problems):

@@ -22,11 +22,11 @@ import transformers
 
 from fsdptrain import __version__
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.reflection import flat
+from fsdptrain.config.keys import flat
 from fsdptrain.data.cache import cache_dir, cached_folder, intact_folder, is_intact, scratch_beside, seal
 from fsdptrain.data.corpus import Corpus, Mixture
 from fsdptrain.errors import CheckpointError, NonFiniteError, Stopped
-from fsdptrain.model import flash
+from fsdptrain.model.attention import active_flash
 from fsdptrain.model.config import own_code
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import Plan
@@ -99,7 +99,7 @@ def _cache_key(inputs: Inputs, world: World, corpora: list[Corpus]) -> Any:
     gpu = world.device.type == "cuda"
     device = torch.cuda.get_device_name() if gpu else torch.backends.cpu.get_cpu_capability()
     return [
-        __version__, torch.__version__, transformers.__version__, device, flash.active(),
+        __version__, torch.__version__, transformers.__version__, device, active_flash(),
         {name: value for name, value in flat(plan.recipe).items() if name.startswith(NUMBERS_DEPEND_ON)},
         prepared.config.to_json_string(), own_code(prepared.bare), frozen_digest(plan, world),
         [[each.digest, each.seq_len, each.count_padding, _sequences(each)] for each in corpora],

@@ -44,13 +44,13 @@ from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
-from fsdptrain.model.flops import model_flops
-from fsdptrain.model.init import draw_weights
+from fsdptrain.failures.watchdog import Watchdog
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.adapters import start_adapters
+from fsdptrain.model.config import longrope_threshold, own_code, resolved_values, save_assets
 from fsdptrain.model.nf4 import RowQuantizer
-from fsdptrain.model.peft import start_adapters
+from fsdptrain.model.parameters import model_flops
+from fsdptrain.model.skeleton import draw_weights
 from fsdptrain.model.units import bytes_in_host
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
@@ -65,7 +65,6 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model
-from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -265,12 +264,12 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
         return None
     session.watchdog.reset()
     session.reporter.progress("trying the attention kernels", 0, 0)
-    note = flash.activate_best(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
-    found = world.gather_objects(flash.active())
+    note = attention.activate_best_flash(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
+    found = world.gather_objects(attention.active_flash())
     if len(set(found)) > 1:
-        flash.restore()
+        attention.restore_flash()
         names = ", ".join(
-            f"rank {rank}: {flash.NAMES.get(name, 'FlashAttention 2')}" for rank, name in enumerate(found)
+            f"rank {rank}: {attention.FLASH_NAMES.get(name, 'FlashAttention 2')}" for rank, name in enumerate(found)
         )
         note = (
             f"attention is computed by FlashAttention 2, because not every rank can use the same ({names}; see logs/)"
@@ -490,7 +489,7 @@ def start_fields(
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
-        **({"flash": used} if (used := flash.active()) else {}),
+        **({"flash": used} if (used := attention.active_flash()) else {}),
         "world_size": world.size,
         "host": socket.gethostname(),
         **({"hosts": world.hosts} if len(set(world.hosts)) > 1 else {}),

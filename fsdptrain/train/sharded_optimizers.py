@@ -58,11 +58,10 @@ class ShardedMuon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float, betas: list[float], eps: float, momentum: float, nesterov: bool,
-        ranks: DeviceMesh | None,
-    ) -> None:  # fmt: skip
+        self, params: Any, lr: float, betas: list[float], eps: float, momentum: float, ranks: DeviceMesh | None
+    ) -> None:
         super().__init__(params, {"lr": lr})
-        self.momentum, self.nesterov, self.ranks = momentum, nesterov, ranks
+        self.momentum, self.ranks = momentum, ranks
         others = [group for group in self.param_groups if not group["split"]]
         # The same groups and the same state, so that who sets or reads them sees one optimizer.
         self._adamw = (
@@ -105,9 +104,7 @@ class ShardedMuon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(part)
         momentum = state["momentum_buffer"].lerp_(part.grad, 1 - self.momentum)
-        if not self.nesterov:
-            return momentum
-        return part.grad.lerp(momentum, self.momentum)  # type: ignore[union-attr]
+        return part.grad.lerp(momentum, self.momentum)  # type: ignore[union-attr]  # Nesterov's
 
 
 def orthogonalised(

@@ -26,9 +26,8 @@ from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import recurrence, varlen
 from fsdptrain.model.float8 import unrounded
-from fsdptrain.model.init import seed_of
-from fsdptrain.model.loss import Divisor
-from fsdptrain.model.preference import MEASURES, answer_sums, dpo_loss
+from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
+from fsdptrain.model.skeleton import seed_of
 from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan

@@ -20,13 +20,13 @@ from fsdptrain.config.schedule import learning_rate
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
-from fsdptrain.parallel.heartbeat import Heartbeat
+from fsdptrain.failures.heartbeat import Heartbeat
+from fsdptrain.failures.translate import exit_from_thread
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
-from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
@@ -193,9 +193,8 @@ class Trainer:
         done, stop = resumed, self.enter_window(resumed)
         while True:
             last = done >= self.sizes.total_steps
-            # An evaluation, a save or a comparison needs all steps read: one may have to be skipped or to end the run.
-            every = (recipe.eval.every, recipe.checkpoint.every, recipe.fsdp.compare_copies_every)
-            if last or stop or any(due(done, steps) for steps in every):
+            # An evaluation or a save needs all steps read: one may have to be skipped or to end the run.
+            if last or stop or due(done, recipe.eval.every) or due(done, recipe.checkpoint.every):
                 stop |= self.read_steps()
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
@@ -205,9 +204,8 @@ class Trainer:
             wanted = due(done, recipe.checkpoint.every) or self.checkpointer.is_among_best(done)
             saves = done > resumed and (last or stop or wanted)
             # A save writes a part of each copy, so they are compared before it.
-            if saves or (done > resumed and due(done, recipe.fsdp.compare_copies_every)):
-                self.compare_copies(done)
             if saves:
+                self.compare_copies(done)
                 stop |= self.save(done, wait=last or stop or not recipe.checkpoint.async_)
                 gc.collect()
             if last or stop:

@@ -14,10 +14,10 @@ from fsdptrain.data.prepare import prepare_in_child
 from fsdptrain.data.resume_pins import pin_windows
 from fsdptrain.data.windows import Windows
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.failures.translate import as_fsdptrain_error
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import Child
 from fsdptrain.text import ranks_text
-from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.prefetch import Prefetch
 from fsdptrain.train.setup import Inputs, Session
 

@@ -21,18 +21,17 @@ import torch.distributed as dist
 import transformers
 
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
-from fsdptrain.launch.device_errors import first_line_of
-from fsdptrain.launch.next_steps import next_steps
+from fsdptrain.failures.translate import as_fsdptrain_error, first_line_of, record_failure, write_error_file
+from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
+from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.trackers.supervisor import tracked
-from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
 
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:

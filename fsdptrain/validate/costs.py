@@ -27,7 +27,7 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import Advice, search
-from fsdptrain.model import flash
+from fsdptrain.model.attention import installed_flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, duration
@@ -195,4 +195,4 @@ def hardware_here(plan: Plan) -> Hardware | None:
     if not torch.cuda.is_available():
         return None
     properties, (major, _) = torch.cuda.get_device_properties(0), torch.cuda.get_device_capability(0)
-    return card(properties.name, properties.total_memory, next(iter(flash.installed(major)), "flash"))
+    return card(properties.name, properties.total_memory, next(iter(installed_flash(major)), "flash"))

@@ -21,16 +21,15 @@ from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.prepare import errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
-from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes, kept_tokens
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
 from fsdptrain.data.windows import of_first_window, windows_note
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
-from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.model.config import position_limit
+from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.init_recipe import LONGEST, RowLengths, choose_sizes, kept_tokens
 
 HEADING = "Data"
 LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone

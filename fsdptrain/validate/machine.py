@@ -18,7 +18,7 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.launch.run_lock import check_run_dir
-from fsdptrain.model.varlen import card_obstacle
+from fsdptrain.model.attention import card_obstacle
 from fsdptrain.plan.driver import unused_cards_note
 from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan

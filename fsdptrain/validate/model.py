@@ -14,13 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
-from fsdptrain.config.dtypes import BYTES, NF4_BYTES
-from fsdptrain.config.optimizers import Weight
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.freeze import kept_whole, quantised_ids
+from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.adapters import check_adapter_values, quantised_ids
+from fsdptrain.model.attention import flash_fits, supports_flash
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import check_adapter_values
-from fsdptrain.model.skeleton import flash_fits, supports_flash
 from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -56,7 +54,7 @@ def check_model(
         findings.add_note(note)
     if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
         major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        if note := flash.note_before(major):
+        if note := attention.flash_note(major):
             findings.add_note(note)
     model = describe_model(ready.plan, ready.trained, ready.units)
     findings.add_values("model", model, HEADING, *model_lines(model))
@@ -76,7 +74,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     kernel = ready.plan.recipe.model.attn_implementation
     if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
         return None
-    if kernel == "sdpa" and varlen.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
+    if kernel == "sdpa" and attention.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
         return None
     if not (flash_fits(plan) and supports_flash(ready.bare)):
         return None
@@ -93,8 +91,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     how = fsdp.recomputation
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
-    kept = {id(param) for param in kept_whole(model, plan.recipe).values()}
-    rows = [describe_unit(plan, *unit, packed, kept) for unit in owned]
+    rows = [describe_unit(plan, *unit, packed) for unit in owned]
     weights = weights_of(model, packed).values()
     count, embedding = Counts.of(weights), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
@@ -107,7 +104,6 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
         "quantised_parameters": count.quantised,
         "saved_bytes": saved_by_freezing(plan, weights),
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
-        "whole_bytes": sum(row.pop("whole_bytes") for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
         "units": group_similar_units(rows),
         "tied": {"tied": tied(model), "weights": tied_names(model), "unit": embedding_unit if tied(model) else None},
@@ -140,30 +136,22 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
 
 
 def describe_unit(
-    plan: Plan,
-    name: str,
-    classes: list[str],
-    params: list[nn.Parameter],
-    packed: Collection[int],
-    kept: Collection[int] = (),
+    plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int]
 ) -> dict[str, Any]:
     """Return what is shown of a unit: its parameters, its largest shard, and the bytes that are gathered.
 
-    `packed` are the ids of parameters that will be quantised, `kept` of those that every rank keeps whole. FSDP2 shards
-    dimension 0 in chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
+    `packed` are the ids of parameters that will be quantised. FSDP2 shards dimension 0 in chunks of ceil(rows / ranks)
+    rows, so rank 0 always has a largest shard.
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
-    whole = int(sum(param.numel() * itemsize[id(param)] for param in params if id(param) in kept))
-    divided = [param for param in params if id(param) not in kept]
-    shards = sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in divided)
-    gathered = [param for param in divided if not (plan.has_whole_shards and param.dtype == compute)]
+    shards = sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in params)
+    gathered = [param for param in params if not (plan.has_whole_shards and param.dtype == compute)]
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
-        "shard_bytes": whole + int(shards),
-        "whole_bytes": whole,
+        "shard_bytes": int(shards),
         "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
@@ -218,7 +206,6 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     master = f" in {dtypes['master']}" if share == 1 else ""
     packed = model["quantised_parameters"]
     nf4 = f" ({packed:,} of them in 4 bits, NF4)" if packed else ""
-    whole = f", {size(model['whole_bytes'])} of them whole (fsdp.ignore)" if model["whole_bytes"] else ""
     frozen = [
         f"{trained:,} parameters are trained ({share:.2%}), {model['parameters'] - trained:,} are frozen in "
         f"{dtypes['compute']}{nf4}, which saves {size(model['saved_bytes'])} of master weights, gradients and "
@@ -229,7 +216,7 @@ def model_lines(model: dict[str, Any]) -> list[str]:
         "and the root)",
         *(frozen if share < 1 else []),
         f"embedding and head are {tie}",
-        f"a rank holds at most {size(model['shard_bytes'])} of weights{master}{whole}; compute in "
+        f"a rank holds at most {size(model['shard_bytes'])} of weights{master}; compute in "
         f"{dtypes['compute']} with {model['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
         f"activations of {recomputed} of {model['blocks']} layers are recomputed in the backward pass"

@@ -34,6 +34,7 @@ from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.resume_pins import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
+from fsdptrain.failures.translate import as_fsdptrain_error, write_error_file
 from fsdptrain.parallel.world import World, check_hosts_of_copies, matrix_rate, open_tcp_store
 from fsdptrain.plan.gpus import damaged_gpus
 from fsdptrain.plan.network import address_of, gloo_end
@@ -41,7 +42,6 @@ from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.run_folder.files import scratch_folder, write_atomically
 from fsdptrain.text import counted
-from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
 from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
 from fsdptrain.validate.machine import describe_machine, node_problems

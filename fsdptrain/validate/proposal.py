@@ -17,7 +17,7 @@ from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.summary import show_notes, show_section
 
 if TYPE_CHECKING:
-    from fsdptrain.data.init_recipe import Starter
+    from fsdptrain.validate.init_recipe import Starter
 
 
 UNSEARCHED = "Ctrl-C stopped the search for the fastest plan: the recipe has the default one"

@@ -41,13 +41,14 @@ from fsdptrain.launch.run_lock import (
     DATA_LIKE_FILES,
     check_run_dir,
     claim_run_dir,
+    is_inside,
     lock_for_export,
-    would_read_run_files,
+    would_include,
 )
-from fsdptrain.launch.status import is_locked, observe
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import child_command
+from fsdptrain.report.status import is_locked, observe
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.ownership import (
     asset_names,
@@ -210,13 +211,14 @@ def test_data_that_would_include_files_of_the_run_is_recognised_beforehand(
 ) -> None:
     tmp = tmp_path_factory.mktemp("glob")
     pattern = str(Path(tmp, *parts))
-    predicted = would_read_run_files(pattern, str(tmp / root))
+    predicted = is_inside(pattern, str(tmp / root)) or would_include(pattern, str(tmp / root), DATA_LIKE_FILES)
     (tmp / "a" / "b").mkdir(parents=True)
     fill(tmp / root, *DATA_LIKE_FILES)
     read = any(path.resolve().is_relative_to(tmp / root) for path in data_files(pattern))
     shutil.rmtree(tmp)
     if not any(part == "run" for part in parts):  # `run` exists now, so the pattern means another thing
-        assert predicted == read
+        assert predicted or not read
+        assert predicted == read or "**" in parts
 
 
 def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
@@ -757,7 +759,7 @@ def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> N
 # --- checkpoint.path --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
+@pytest.mark.parametrize("marked", [True, False])
 def test_the_checkpoints_of_another_run_are_not_continued(marked: bool, tmp_path: Path) -> None:
     recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
     run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)

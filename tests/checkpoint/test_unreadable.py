@@ -38,10 +38,10 @@ from fsdptrain.config.reader import load
 from fsdptrain.data.cache import cached_folder, is_intact
 from fsdptrain.errors import RecipeError, StorageError
 from fsdptrain.launch.run_lock import _wait_for_plan
-from fsdptrain.launch.status import list_runs
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.document import write_report
+from fsdptrain.report.status import list_runs
 from fsdptrain.run_folder.files import system_errors
 from fsdptrain.run_folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir

@@ -10,12 +10,12 @@ import pytest
 from shipped import COMMANDS, RECIPES, stored
 from support import ROOT
 
-from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.config.reader import load
 from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.config import load_config
-from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import parse_hardware

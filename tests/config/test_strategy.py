@@ -7,7 +7,7 @@ import re
 import pytest
 from support import ROOT
 
-from fsdptrain.config.reflection import json_schema, unused_with
+from fsdptrain.config.keys import json_schema, unused_with
 from fsdptrain.config.strategy import Strategy
 
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
@@ -41,19 +41,16 @@ def test_groups_to_try_divide_the_nodes_and_are_neither_one_rank_nor_all() -> No
 
 def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
     assert {strategy.value: unused_with("fsdp.strategy", strategy) for strategy in Strategy} == {
-        "FULL_SHARD": {"fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.bucket_cap_mb": None},
+        "FULL_SHARD": {"fsdp.shard_size": None, "fsdp.bucket_cap_mb": None},
         "SHARD_GRAD_OP": {
-            "fsdp.compare_copies_every": None, "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE",
-            "fsdp.reshard_after_forward": None, "fsdp.bucket_cap_mb": None,
+            "fsdp.shard_size": None, "fsdp.backward_prefetch": "NONE", "fsdp.bucket_cap_mb": None,
         },
         "HYBRID_SHARD": {"fsdp.bucket_cap_mb": None},
         "HYBRID_SHARD_ZERO2": {
-            "fsdp.backward_prefetch": "NONE", "fsdp.reshard_after_forward": None, "fsdp.bucket_cap_mb": None,
+            "fsdp.backward_prefetch": "NONE", "fsdp.bucket_cap_mb": None,
         },
         "NO_SHARD": {
             "fsdp.shard_size": None, "fsdp.forward_prefetch": 0, "fsdp.backward_prefetch": "NONE",
-            "fsdp.reshard_after_forward": None,
-            "fsdp.ignore": [],
         },
     }  # fmt: skip
 

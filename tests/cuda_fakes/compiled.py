@@ -33,7 +33,7 @@ from fsdptrain.forecast.kernels import on_card
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
 from fsdptrain.forecast.simulation import batch_of_zeros, make_engine
-from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.plan.hardware import FLOAT8_CAPABILITY, Hardware
 from fsdptrain.plan.plan import Plan

@@ -47,7 +47,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data import prepare as preparing
 from fsdptrain.data import readers, sources, token_store
 from fsdptrain.data.cache import cache_dir, cached_folder
-from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds
 from fsdptrain.data.pack import cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.prepare import open_rows, pack_rows, prepare, row_notes
@@ -712,7 +712,7 @@ def chat(bpe: Any) -> dict[str, Any]:
     }
     templates = {
         "plain": PLAIN_CHAT_TEMPLATE,
-        "plain, bos": plain_template("<s>"),
+        "plain, bos": "<s>" + PLAIN_CHAT_TEMPLATE,
         "chatml": CHATML,
         "llama3": LLAMA3,
         "qwen3": QWEN3,

@@ -13,9 +13,8 @@ from test_chat import TOOLS, tokenizer_of
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import likely_format, read_rows
+from fsdptrain.data.columns import Unread, likely_format, read_rows
 from fsdptrain.data.encode import Encoder
-from fsdptrain.data.messages import Unread
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, open_sources
 from fsdptrain.errors import DataError

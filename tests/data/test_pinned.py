@@ -26,9 +26,8 @@ from support import environment, write_recipe
 from fsdptrain.checkpoint.manifest import resume_problems
 from fsdptrain.checkpoint.resume import archive_plan
 from fsdptrain.config.reader import load
-from fsdptrain.data.hub_data import hub_commit
 from fsdptrain.data.resume_pins import pin_commits, pin_date
-from fsdptrain.data.sources import fingerprint, open_sources
+from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
 from fsdptrain.errors import CheckpointError, NoData
 from fsdptrain.plan.plan import HubData, Plan, make_plan
 from fsdptrain.plan.topology import find_topology

@@ -26,7 +26,7 @@ from hosts import missing as hosts_missing
 from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
 from support import environment, events, fsdptrain, wait_for_step
 
-from fsdptrain.parallel.heartbeat import MAX_MISSED
+from fsdptrain.failures.heartbeat import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
@@ -650,7 +650,7 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
 
 STOPS: dict[str, dict[str, Any]] = {  # moment → the call in which the signal comes
     "tokenising": {"where": "fsdptrain.data.encode:Encoder.__call__"},
-    "loading": {"where": "fsdptrain.model.init:draw_weights"},
+    "loading": {"where": "fsdptrain.model.skeleton:draw_weights"},
     "resuming": {"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"},
     "forward": {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 7},
     "evaluation": {"where": "fsdptrain.train.step:Engine.evaluate", "call": 2},  # after some steps

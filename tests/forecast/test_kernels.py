@@ -18,8 +18,8 @@ from fsdptrain.forecast.recorder import Recorder
 from fsdptrain.forecast.server import Models, estimate
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import Kernel
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.attention import attention_flops
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.tiles import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, varied
 
@@ -147,7 +147,9 @@ def _check_rates(plan: Plan, models: Models) -> None:
         "flex_attention": "flex_attention",
     }  # fmt: skip
     [note] = [note for note in found["varlen"].notes if "FlashAttention 3 is faster" in note]
-    assert str(flash.recommendation("FA3")) in note and f"{found['FA3'].step_s:.3g} s a step instead of" in note
+    assert (
+        str(attention.flash_recommendation("FA3")) in note and f"{found['FA3'].step_s:.3g} s a step instead of" in note
+    )
     with_documents = {name for name, each in found.items() if any("one of 256 tokens" in note for note in each.notes)}
     assert with_documents == {"varlen", "FA3"}
     assert found["FA3"].compute_s < found["varlen"].compute_s

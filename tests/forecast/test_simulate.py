@@ -26,7 +26,7 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
 from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
-from fsdptrain.model.freeze import freeze
+from fsdptrain.model.adapters import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
@@ -109,20 +109,6 @@ def test_experts_in_float32_are_forecast(tmp_path: Path) -> None:
     assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
 
 
-def test_weights_kept_in_groups_are_in_the_forecast(tmp_path: Path) -> None:
-    changes = [{}, {"fsdp__reshard_after_forward": 2}, {"fsdp__strategy": "SHARD_GRAD_OP"}]
-    plans = [plan_of(tmp_path, train__global_batch_size=8, **each) for each in changes]
-    traces = [on_fake(plan) for plan in plans]
-    peaks = [peak(trace, HOST) for trace in traces]
-    own, groups, kept = (each.allocated for each in peaks)
-    assert own < groups < kept and math.isclose(groups, on_real(plans[1]), rel_tol=5e-3)
-    shards, divided = (each.by_category["gathered parameters"] for each in peaks[:2])
-    assert divided - shards > 0.8 * (groups - own), "they are counted as what they are"
-    gathers = {(each.kind, each.ranks): each.count for each in traffic(traces[1].all(), 4)}
-    layers = SMALL["num_hidden_layers"]
-    assert gathers["all-gather", 2] == layers and gathers["all-gather", 4] == layers + 3  # and that of the numbers
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.soak if kind != "adamw_8bit" else ()) for kind in OptimizerKind]
 )
@@ -151,20 +137,6 @@ def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, ch
     # one, at most 0.15% with 25 million parameters.
     assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3, abs_tol=2**17)
     assert forecast.by_category["optimizer state"] < 0.1 * full.by_category["optimizer state"]
-
-
-@pytest.mark.parametrize(("kind", "patterns"), [("lora", ["layers", "norm"]), ("qlora", ["*"])])
-def test_frozen_weights_that_are_kept_whole_are_in_the_forecast(tmp_path: Path, kind: str, patterns: list[str]) -> None:
-    if kind == "qlora" and not keeps_integers():
-        pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
-    plan = varied(plan_of(tmp_path, train__global_batch_size=8), {"adapter.kind": kind, "adapter.r": 5})
-    kept = varied(plan, {"fsdp.ignore": patterns})
-    traces = [on_fake(plan), on_fake(kept)]
-    shards, whole = (peak(trace, HOST).by_category["parameter shards"] for trace in traces)
-    assert whole > 2 * shards, "of four ranks"
-    assert math.isclose(peak(traces[1], HOST).allocated, on_real(kept), rel_tol=5e-3, abs_tol=2**17)
-    sent, less = (sum(each.size for each in traffic(trace.all(), 4) if each.kind == "all-gather") for trace in traces)
-    assert less < sent / 2
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "NO_SHARD"), (1, "FULL_SHARD")])

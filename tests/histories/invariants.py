@@ -17,7 +17,7 @@ from histories.client import Ended, state_of
 
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.launch.status import observe
+from fsdptrain.report.status import observe
 from fsdptrain.run_folder.events import read_history
 from fsdptrain.run_folder.rundir import RunDir
 

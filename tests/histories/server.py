@@ -29,17 +29,17 @@ from histories.client import STACKS
 from torch.distributed import HashStore
 
 import fsdptrain.checkpoint.export
+import fsdptrain.failures.watchdog
 import fsdptrain.launch.agent
 import fsdptrain.launch.launcher
 import fsdptrain.parallel.world
-import fsdptrain.train.watchdog
 from fsdptrain.plan.plan import Plan
 
 WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and file systems are slow
     fsdptrain.checkpoint.export: {"POLL_S": 0.002},
     fsdptrain.launch.launcher: {"POLL_S": 0.005},  # each look reads two files
     fsdptrain.launch.agent: {"POLL_S": 0.005},
-    fsdptrain.train.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
+    fsdptrain.failures.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
 }
 TIMEOUT_FACTOR = 0.01  # of launch.timeout_s, for the same reason
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -70,7 +70,7 @@ def adapt() -> None:
         for name, seconds in waits.items():
             assert hasattr(module, name), f"{module.__name__} has no {name} any more"
             setattr(module, name, seconds)
-    made = fsdptrain.train.watchdog.Watchdog.__init__
+    made = fsdptrain.failures.watchdog.Watchdog.__init__
 
     @functools.wraps(made)
     def sooner(self: Any, *arguments: Any) -> None:
@@ -87,7 +87,7 @@ def adapt() -> None:
     fsdptrain.launch.agent.run_worker = with_fault
     typer.main.get_command = functools.cache(typer.main.get_command)  # of the signatures of all commands
     Plan.from_json = functools.cache(Plan.from_json)  # type: ignore[method-assign]  # a pure function of the text
-    fsdptrain.train.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]
+    fsdptrain.failures.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]
     # One rank needs no socket; that of a TCPStore is libuv's, which opens descriptors of its own in every fork.
     fsdptrain.parallel.world.open_tcp_store = lambda *_: HashStore()
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured

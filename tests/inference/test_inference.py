@@ -28,10 +28,10 @@ from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.inference.dialogue import Dialogue, Sampling
 from fsdptrain.inference.load_model import OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
-from fsdptrain.launch.next_steps import _snippet
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import VisibleText
+from fsdptrain.report.next_steps import _snippet
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable

@@ -31,9 +31,11 @@ from fsdptrain import errors
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.reader import load
+from fsdptrain.failures.explain import explain, explain_hang, hung_ranks, silent_ranks
+from fsdptrain.failures.translate import as_fsdptrain_error
+from fsdptrain.failures.watchdog import Watchdog, current_place
 from fsdptrain.launch import launcher
 from fsdptrain.launch.agent import Failure, first_failure
-from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.parallel.patches import NamedComm
 from fsdptrain.plan.plan import Plan, make_plan
@@ -42,11 +44,9 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.run_folder.events import cut_partial_lines
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats
 from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, LayerClock, Pace
 from fsdptrain.train.trainer import Totals, Trainer
-from fsdptrain.train.watchdog import Watchdog, current_place
 
 STACKS = """Timeout (0:00:05)!
 Thread 0x00007f7cabfff6c0 (most recent call first):
@@ -208,7 +208,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
 def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdptrain.train.watchdog.heartbeat_s", lambda world: 0.05)
+    monkeypatch.setattr("fsdptrain.failures.watchdog.heartbeat_s", lambda world: 0.05)
     plan = plan_for(tmp_path, 1)
     dump = plan.rundir.stack_dump(1, 0)
     with Watchdog(plan, 0) as watchdog:
@@ -411,7 +411,7 @@ TIMED_OUT = (
 )
 ABORTS = """
 import os, sys
-from fsdptrain.launch.device_errors import first_line_of
+from fsdptrain.failures.translate import first_line_of
 with open(sys.argv[1], "ab", buffering=0) as log:
     log.write(first_line_of(os.getpid()) + sys.argv[2].encode())
 os.abort()

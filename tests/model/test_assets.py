@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe, vocabulary_size
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.assets import check_special_tokens, end_of_turn, save_assets, special_token_conflicts
-from fsdptrain.model.config import load_config
+from fsdptrain.model.config import check_special_tokens, end_of_turn, load_config, save_assets, special_token_conflicts
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import find_topology

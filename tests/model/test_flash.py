@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from test_varlen import MODELS, SIZES
-from torch.nn import attention
+from torch.nn import attention as of_torch
 from transformers import AutoConfig
 
 from fsdptrain.config.schema import Model
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.flash import Heads, activate_best, heads_of, installed, note_before
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.attention import Heads, activate_best_flash, flash_note, heads_of, installed_flash
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.train import setup
 
-WHEELS = "https://download.pytorch.org/whl"
 CPU = torch.device("cpu")
 
 
@@ -58,8 +57,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     registry = sys.modules["torch.nn.attention._registry"]
     monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", dict(registry._FLASH_ATTENTION_IMPLS))  # type: ignore[attr-defined]
     yield tmp_path
-    if attention.current_flash_attention_impl():
-        attention.restore_flash_attention_impl()
+    if of_torch.current_flash_attention_impl():
+        of_torch.restore_flash_attention_impl()
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         del sys.modules[name]
 
@@ -67,7 +66,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def install(folder: Path, *names: str) -> None:
     """Write modules that have no kernels. What contains FlashAttention 4 cannot be imported."""
     for name in names:
-        module = folder / Path(*flash.PACKAGES[name].split(".")).with_suffix(".py")
+        module = folder / Path(*attention.FLASH_MODULES[name].split(".")).with_suffix(".py")
         module.parent.mkdir(parents=True, exist_ok=True)
         module.write_text("")
     if "FA4" in names:
@@ -75,26 +74,26 @@ def install(folder: Path, *names: str) -> None:
 
 
 def test_only_what_is_installed_for_the_card_is_tried(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed(9) == installed(10) == []
-    assert activate_best(None, CPU, 8) is note_before(9) is None
+    assert installed_flash(9) == installed_flash(10) == []
+    assert activate_best_flash(None, CPU, 8) is flash_note(9) is None
     for major, package in ((9, "flash-attn-3"), (10, "flash-attn-4")):
-        assert f"pip install {package}" in str(activate_best(None, CPU, major))
+        assert f"pip install {package}" in str(activate_best_flash(None, CPU, major))
     install(packages, "FA3", "FA4")
-    assert [installed(major) for major in (8, 9, 10, 12)] == [[], ["FA3", "FA4"], ["FA4"], []]
+    assert [installed_flash(major) for major in (8, 9, 10, 12)] == [[], ["FA3", "FA4"], ["FA4"], []]
     assert "flash_attn" not in sys.modules
-    assert str(note_before(10)).startswith("FlashAttention 4 is installed")
-    monkeypatch.delattr(attention, "activate_flash_attention_impl")  # an older torch
-    assert installed(9) == []
+    assert str(flash_note(10)).startswith("FlashAttention 4 is installed")
+    monkeypatch.delattr(of_torch, "activate_flash_attention_impl")  # an older torch
+    assert installed_flash(9) == []
 
 
 def test_without_kernels_flash_attention_2_is_used(packages: Path) -> None:
     """The registrations are torch's own."""
     install(packages, "FA3", "FA4")
-    note = str(activate_best(in_varlen("llama"), CPU, 9))
+    note = str(activate_best_flash(in_varlen("llama"), CPU, 9))
     assert "FlashAttention 3 is installed but not used: " in note and "does not expose FA3" in note
     assert "FlashAttention 4 is installed but not used: " in note and "another CUDA" in note
     assert note.endswith("attention is computed by FlashAttention 2")
-    assert attention.current_flash_attention_impl() is None
+    assert of_torch.current_flash_attention_impl() is None
 
 
 def wrong_gradient(out: torch.Tensor) -> torch.Tensor:
@@ -104,22 +103,22 @@ def wrong_gradient(out: torch.Tensor) -> torch.Tensor:
 def test_the_first_that_is_right_is_used(packages: Path) -> None:
     install(packages, "FA3", "FA4")
     bare, original = in_varlen("deepseek_v3"), varlen.varlen_attn
-    attention.register_flash_attention_impl("FA3", register_fn=lambda: Registered(wrong_gradient))
-    attention.register_flash_attention_impl("FA4", register_fn=lambda: Registered(lambda out: out * 1))
-    note = str(activate_best(bare, CPU, 9))
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(wrong_gradient))
+    of_torch.register_flash_attention_impl("FA4", register_fn=lambda: Registered(lambda out: out * 1))
+    note = str(activate_best_flash(bare, CPU, 9))
     assert "FlashAttention 3 is installed but not used: " in note and "its dq has an error of 10" in note
     assert note.endswith("attention is computed by FlashAttention 4")
-    assert attention.current_flash_attention_impl() == "FA4"
-    attention.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
-    assert activate_best(bare, CPU, 9) == "attention is computed by FlashAttention 3"
-    attention.restore_flash_attention_impl()
+    assert of_torch.current_flash_attention_impl() == "FA4"
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
+    assert activate_best_flash(bare, CPU, 9) == "attention is computed by FlashAttention 3"
+    of_torch.restore_flash_attention_impl()
     assert varlen.varlen_attn is original
 
 
 def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     tried = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "activate_best", lambda *given: tried.append(given) or "a note")
+    monkeypatch.setattr(attention, "activate_best_flash", lambda *given: tried.append(given) or "a note")
     reporter, watchdog = SimpleNamespace(progress=lambda *_: None), SimpleNamespace(reset=lambda: None)
     session: Any = SimpleNamespace(reporter=reporter, watchdog=watchdog)
     for kind, kernel, expected in (("cuda", varlen.NAME, "a note"), ("cuda", "sdpa", None), ("cpu", varlen.NAME, None)):
@@ -131,28 +130,19 @@ def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert capfd.readouterr().out == "a note\n"
 
 
-@pytest.mark.parametrize(
-    ("cuda", "index"),
-    [("13.0", "cu130"), ("13.2", "cu130"), ("12.8", "cu128"), ("12.6", "cu126"), (None, "cu130"), ("12.4", None)],
-)
-def test_only_a_build_that_runs_with_this_torch_is_recommended(cuda: str | None, index: str | None) -> None:
-    note = flash.recommendation("FA3", cuda)
-    assert note is None if index is None else str(note).endswith(f"--no-deps --index-url {WHEELS}/{index}")
-
-
 def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(packages, "FA3")
-    attention.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "check", lambda heads, device: None)
+    monkeypatch.setattr(attention, "check_heads", lambda heads, device: None)
     session: Any = SimpleNamespace(
         reporter=SimpleNamespace(progress=lambda *_: None), watchdog=SimpleNamespace(reset=lambda: None)
     )
     inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=in_varlen("llama")))
     world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda mine: [mine, "FA3"])
     assert setup.use_best_flash(session, inputs, world) == "attention is computed by FlashAttention 3"
-    assert flash.active() == "FA3"
+    assert attention.active_flash() == "FA3"
     world.gather_objects = lambda mine: [mine, None]
     note = str(setup.use_best_flash(session, inputs, world))
     assert "not every rank" in note and "rank 1: FlashAttention 2" in note
-    assert flash.active() is None
+    assert attention.active_flash() is None

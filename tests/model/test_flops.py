@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from fsdptrain.config.schema import Adapter, Model, Recipe
-from fsdptrain.model.flops import model_flops
-from fsdptrain.model.freeze import freeze
+from fsdptrain.model.adapters import freeze
+from fsdptrain.model.parameters import model_flops
 from fsdptrain.model.skeleton import skeleton
 
 LLAMA = LlamaConfig(**TINY | {"num_hidden_layers": 4}, tie_word_embeddings=False)

@@ -15,8 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from fsdptrain.config.schema import Model, Recipe
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.init import init_groups, initial_weights
-from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.skeleton import init_groups, initial_weights, skeleton
 
 RECIPE = Recipe(model=Model(attn_implementation="eager"))
 Tensors = dict[str, torch.Tensor]

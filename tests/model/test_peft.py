@@ -30,16 +30,16 @@ from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
+from fsdptrain.config.keys import value_text
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
-from fsdptrain.config.values import value_text
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.launch.run_banner import heading
-from fsdptrain.model.freeze import freeze, kept_whole
+from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.peft import adapted_layers, is_adapter, save_config, saved_names, start_adapters
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import is_adapter
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
@@ -205,31 +205,18 @@ class Parity:
         assert not self.wrong
 
 
-# Patterns of frozen parameters that every rank keeps whole, and how many these are. Of the last variant two units have
-# nothing that is sharded.
-KEPT_WHOLE = {
-    "LoRA × all frozen ones whole": (["*"], 21),
-    "LoRA bf16, recomputed × queries whole": (["q_proj"], 2),
-    "DoRA, head × layers whole": (["layers"], 18),
-    "last layer × a layer whole": (["embed_tokens", "layers.0"], 10),
-}
-
-
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
     cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
     parity = Parity(recipe, cases, steps=2)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
-    kept = {name: [f"fsdp.ignore={patterns}"] for name, (patterns, _) in KEPT_WHOLE.items()}
     copies = {"LoRA bf16, recomputed × copies": ["fsdp.strategy=NO_SHARD"]}
-    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | kept | copies, tmp_path)
+    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | copies, tmp_path)
     parity.finish()
     # Where each rank has a whole copy, only the adapters, in float32, have other memory for compute.
     gathered = found["LoRA bf16, recomputed"]["copied"]
     assert found[next(iter(copies))]["copied"] == [name for name in gathered if is_adapter(name)] != gathered
     for name, run in found.items():
-        _, count = KEPT_WHOLE.get(name, ([], 0))
-        assert len(run["kept whole"]) == count, run["kept whole"]
         assert max(largest_difference(run["curve"], found[name.partition(" × ")[0]]["curve"])) <= 1e-6
         assert run["as in the file"] and run["trained"] == ["torch.float32"], run
         assert run["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
@@ -281,13 +268,6 @@ def test_a_resume_with_dropout_and_recomputation_is_bitwise_equal(trained: dict[
     assert trained["again"]["curve"] == trained["whole"]["curve"][2:]
     size = sum(path.stat().st_size for path in trained["run"].checkpoint(2).glob("*.safetensors"))
     assert size < 200_000, "the whole model has 127,296 parameters: with moments, 1.5 MB"
-
-
-def test_a_resume_may_keep_other_parameters_whole(trained: dict[str, Any]) -> None:
-    recipe, words = str(trained["recipe"]), [*trained["words"], "fsdp.ignore=['*']"]
-    found = on_ranks(2, "resume", trained["tmp"] / "whole", recipe=recipe, overrides=words, steps=4)[0]
-    assert found["first"] == 2
-    assert max(largest_difference(found["curve"], trained["whole"]["curve"][2:])) <= 1e-6
 
 
 def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None:
@@ -530,12 +510,10 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     save_file({name: torch.zeros(4, 128)}, weights)
     with pytest.raises(RecipeError) as error:
         prepare_model(plan, 512)
-    with pytest.raises(RecipeError, match="is an adapter: name the model that it belongs to here, and this folder in"):
+    with pytest.raises(RecipeError, match=r"has an adapter .*: name its model here, and the adapter in adapter\.from"):
         load(tmp_path / "recipe.yaml", ["adapter.from=null", f"model.id={tmp_path}"])
     (tmp_path / "config.json").touch()
-    with pytest.raises(
-        RecipeError, match=r"has an adapter beside its weights \(adapter_config.json\), which transformers"
-    ):
+    with pytest.raises(RecipeError, match=r"has an adapter \(adapter_config.json\): name its model here"):
         load(tmp_path / "recipe.yaml", ["adapter.from=null", f"model.id={tmp_path}"])
     assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
     names = [name.replace(".0.", f".{i}.").replace("q_proj", layer) for i in range(2) for layer in ("q_proj", "v_proj")]
@@ -612,59 +590,25 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
 @pytest.mark.parametrize(
     ("kind", "adapter", "message"),
     [
-        ("llama", {"target": ["q_porj"]}, "'q_porj' matches no layer of LlamaForCausalLM; did you mean q_proj"),
-        ("llama", {"target": ["layers.*.q_proj"]}, "match the whole name; did you mean '*layers.*.q_proj'?"),
-        ("llama", {"target": ["*"]}, "'*' includes the head (lm_head); train.loss: chunked does not support"),
-        (
-            "llama", {"modules_to_save": ["foo"]},
-            "'foo' is no module of LlamaForCausalLM; there are down_proj, embed_tokens, gate_proj, input_layernorm, "
-            "k_proj, lm_head, mlp, model, norm, o_proj, post_attention_layernorm, q_proj",
-        ),
-        ("llama", {"target": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot get an adapter: name"),
-        ("llama", {"target": ["lm_head"]}, "'lm_head' includes the head (lm_head); train.loss: chunked does not"),
-        ("tied", {"target": ["embed_tokens"]}, "model.embed_tokens shares its weight with lm_head"),
+        ("llama", {"target": ["q_porj"]}, r"adapter.target: 'q_porj' matches no .*; did you mean q_proj"),
+        ("llama", {"target": ["layers.*.q_proj"]}, r"match the whole name; did you mean '\*layers\.\*\.q_proj'\?"),
+        ("llama", {"target": ["norm"]}, "adapter.target: 'norm' matches no linear layer, embedding or experts"),
+        ("llama", {"target": ["*"]}, "adapter.target: .* includes the head"),
+        ("llama", {"target": ["q_proj"], "modules_to_save": ["self_attn"]}, "adapter.target: .* leaves no layer"),
+        ("tied", {"target": ["embed_tokens"]}, "adapter.target: model.embed_tokens shares its weight with lm_head"),
         ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
         ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
-        ("llama", {"modules_to_save": ["rotary_emb"]}, "model.rotary_emb has no parameters to train: leave it out"),
-        (
-            "llama", {"target": ["lm_head"], "modules_to_save": ["layers"]},
-            "model.layers is a list of modules, which peft cannot open: name modules in it, such as model.layers.0",
-        ),
-        (
-            "llama", {"target": ["q_proj"], "modules_to_save": ["self_attn"]},
-            "['q_proj'] leaves no layer of LlamaForCausalLM with an adapter: adapter.modules_to_save trains them all",
-        ),
-        (
-            "llama", {"kind": "qlora", "modules_to_save": ["layers.1"]},
-            "model.layers.1 has linear layers (model.layers.1.self_attn.q_proj), which peft cannot open beside a base",
-        ),
-        ("llama", {"r": 65}, "adapter.r: 65 exceeds the smaller dimension of every adapted layer: use at most 64"),
-        ("mixtral", {"target": ["act_fn"]}, "mlp.experts.act_fn is a SiLUActivation, which cannot get an adapter"),
-        ("deepseek_v3", {"use_dora": True}, "peft could not open an adapter with DoRA on model.layers.0.mlp.gate_proj"),
+        ("llama", {"modules_to_save": ["foo"]}, "'foo' is no module of LlamaForCausalLM; there are down_proj"),
+        ("llama", {"modules_to_save": ["rotary_emb"]}, "adapter.modules_to_save: model.rotary_emb has no parameters"),
+        ("llama", {"modules_to_save": ["layers"]}, "adapter.modules_to_save: model.layers .*is a list of modules"),
+        ("llama", {"kind": "qlora", "modules_to_save": ["layers.1"]}, "adapter.modules_to_save: .* in 4 bits"),
+        ("deepseek_v3", {"use_dora": True}, "adapter.use_dora: .* on model.layers.0.mlp.gate_proj"),
         ("llama", None, "model.trainable: 'layer.1' matches no parameter; there are"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_adapted_is_refused_by_name(kind: str, adapter: dict[str, Any] | None, message: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        frozen(kind, adapter, trainable=("layer.1",) if adapter is None else ())
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("layers.9", "fsdp.ignore: 'layers.9' matches no parameter; there are"),
-        ("layers.*.q_proj", "a pattern must match the whole name; did you mean '*layers.*.q_proj*'?"),
-        ("lora_A", "fsdp.ignore: 'lora_A' matches no parameter"),
-        ("*head*", "fsdp.ignore: '*head*' matches lm_head.weight, which is trained"),
-    ],
 )
-def test_only_frozen_parameters_are_kept_whole(pattern: str, message: str) -> None:
-    recipe = Recipe(model=Model(id="org/name"), adapter=Adapter(kind="lora", modules_to_save=["lm_head"]))
-    recipe.fsdp.ignore = ["q_proj", pattern]
-    with pytest.raises(RecipeError) as error:
-        kept_whole(freeze(skeleton(CONFIGS["llama"], recipe.model, "bfloat16"), recipe), recipe)
-    assert message in str(error.value)
+def test_what_cannot_be_adapted_is_refused_by_name(kind: str, adapter: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        frozen(kind, adapter, trainable=("layer.1",) if adapter is None else ())
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from transformers.masking_utils import find_packed_sequence_indices
 from fsdptrain.config.schema import Model, Recomputation
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import cudnn, varlen
+from fsdptrain.model import attention, probe, varlen
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
-from fsdptrain.model.skeleton import choose_attention, skeleton
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.recompute import SAVED, recompute
 from fsdptrain.parallel.shard import compile_layers
 from fsdptrain.plan.plan import Plan
@@ -137,7 +138,7 @@ def test_older_torch_gets_keys_and_values_for_every_head(monkeypatch: pytest.Mon
     expected = differentiated(in_varlen([[60, 4], [64]], None), qkv, grad)
     heads = []
     original = varlen.varlen_attn
-    monkeypatch.setattr(varlen, "PARAMETERS", dict.fromkeys(["window_size", "scale"]))
+    monkeypatch.setattr(varlen, "TAKES_GROUPS", False)
     monkeypatch.setattr(
         varlen, "varlen_attn", lambda q, k, *a, **o: heads.append(k.shape[1]) or original(q, k, *a, **o)
     )
@@ -384,11 +385,11 @@ def test_it_is_chosen_where_the_model_computes_the_same(tmp_path: Path, kind: st
     kernel = found.recipe.model.attn_implementation
     if reason is None:
         assert kernel == bare.config._attn_implementation == varlen.NAME
-        assert varlen.mask_note(found, bare) is None
+        assert attention.mask_note(found, bare) is None
         assert skeleton(config, found.recipe.model).config._attn_implementation == varlen.NAME
     else:
         assert kernel in ("sdpa", "eager")
-        note = varlen.mask_note(found, bare)
+        note = attention.mask_note(found, bare)
         assert note is not None
         assert reason in note
 
@@ -399,17 +400,17 @@ def test_it_is_not_chosen_for_a_card_that_flash_attention_refuses(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
-    monkeypatch.setattr("fsdptrain.model.skeleton.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("fsdptrain.model.attention.is_flash_attn_2_available", lambda: True)
     found, bare = choose_attention(gpu_plan(tmp_path), AutoConfig.for_model("llama", **SIZES))
     assert found.recipe.model.attn_implementation == kernel
-    note = varlen.mask_note(found, bare) or ""
+    note = attention.mask_note(found, bare) or ""
     assert (f"compute capability 8.0, and this one has {cards[-1][0]}.{cards[-1][1]}" in note) == (kernel == "sdpa")
 
 
 def test_a_model_with_chunks_would_be_noticed() -> None:
     """Its chunks are longer than any document of the comparison, were they not made short for it."""
     config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8192, num_local_experts=4)
-    assert "hides more" in str(varlen._obstacle_in_forward(skeleton(config, Model())))
+    assert "hides more" in str(probe.varlen_obstacle(skeleton(config, Model())))
 
 
 def test_it_is_not_chosen_without_a_gpu_in_float32_or_with_another_kernel(tmp_path: Path) -> None:
@@ -446,7 +447,7 @@ def test_rows_of_one_document_are_left_to_cudnn_where_torch_prefers_it(tmp_path:
     plan, config = gpu_plan(tmp_path, **LONG | changes), AutoConfig.for_model(name, **SIZES | own)
     found, bare = choose_attention(plan, config, prefers_cudnn=True)
     assert found.recipe.model.attn_implementation == bare.config._attn_implementation == kernel
-    assert varlen.mask_note(found, bare) is None
+    assert attention.mask_note(found, bare) is None
     assert choose_attention(plan, config, prefers_cudnn=False)[0].recipe.model.attn_implementation == varlen.NAME
 
 
@@ -463,20 +464,13 @@ def test_cudnn_is_preferred_as_torch_prefers_it(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert cudnn.is_preferred_here() == preferred
-
-
-def test_torch_without_windows_gets_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "PARAMETERS", {})
-    plan, bare = choose_attention(gpu_plan(tmp_path), config_of(gpu_plan(tmp_path)))
-    assert plan.recipe.model.attn_implementation == "sdpa"
-    assert torch.__version__ in str(varlen.mask_note(plan, bare))
+    assert attention.is_cudnn_preferred() == preferred
 
 
 @pytest.mark.parametrize(("seq_len", "stays"), [(4096, True), (4160, False), (1000, False)])
 def test_masks_do_not_go_to_cudnn_where_it_gives_nan(seq_len: int, stays: bool) -> None:
     try:
-        varlen.avoid_wrong_kernel(seq_len)
+        attention.avoid_wrong_kernel(seq_len)
         assert torch.backends.cuda.cudnn_sdp_enabled() == stays
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -490,7 +484,7 @@ def test_arithmetic_is_counted_for_the_pairs_that_are_seen() -> None:
     bounds = torch.empty(17, device="meta", dtype=torch.int32)
     pairs = 2 * 128 * 129 // 2
     forward, backward = varlen.FLOPS[VARLEN_FORWARD], varlen.FLOPS[VARLEN_BACKWARD]
-    assert forward(*meta, bounds, bounds, 128, 128, True, None, [-1, 0]) == 2 * 2 * 4 * 16 * pairs
+    assert forward(*meta, bounds, bounds, 128, 128, True, 0.3, [-1, 0]) == 2 * 2 * 4 * 16 * pairs
     args = (meta[0], *meta, meta[0], None, bounds, bounds, 128, 128, True, None, None, [-1, 0])
     assert backward(*args) == 5 * 2 * 4 * 16 * pairs
     windowed = sum(min(position + 1, 10) for position in range(128)) * 2
@@ -514,7 +508,7 @@ from transformers import masking_utils
 from fsdptrain.plan.plan import varied
 from fsdptrain.forecast import memory
 from fsdptrain.forecast.trace import Kernel, Synchronize
-from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.simulation import simulate
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from fsdptrain.config.schema import Fsdp, Recomputation
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.attention import attention
+from fsdptrain.model.tiles import attention
 from fsdptrain.parallel import recompute as module
 from fsdptrain.parallel.offload import Offload
 from fsdptrain.parallel.recompute import Kept, recompute

@@ -97,22 +97,6 @@ def test_weights_that_stay_are_gathered_once_a_step(logs: dict[str, list[str]]) 
     assert [logs["kept, accumulated"].count(f"gather {unit}") for unit in units] == [1] * len(units)
 
 
-def test_units_are_gathered_for_backward_in_groups_that_all_of_them_share(recipe: Path, tmp_path: Path) -> None:
-    """`fsdp.reshard_after_forward` moves the gathers of backward, and nothing else, into smaller groups."""
-    variants = {"world": [], "pairs": ["fsdp.reshard_after_forward=2"]}
-    batch = ["train.global_batch_size=8", "train.micro_batch_size=1", "data.eval={fraction: 0.05}"]
-    variants = {name: [*batch, *overrides] for name, overrides in variants.items()}
-    found, *others = on_ranks(4, "groups_of_gathers", tmp_path, recipe=str(recipe), variants=variants, steps=2)
-    world, pairs = found["world"], found["pairs"]
-    assert all(other["pairs"]["curve"] == pairs["curve"] for other in others)
-    assert largest_difference(pairs["curve"], world["curve"]) == (0, 0), "the weights are the same"
-    assert pairs["eval"] == world["eval"] and pairs["sharded"]
-    assert pairs["groups"] == 1 + 2, "the group beside the training, and one mesh of two axes for all units"
-    units, micros = LAYERS + 2, 2 * 2
-    assert world["gathers"] == {"4": micros * (units + LAYERS)}  # head and embedding once, layers twice
-    assert pairs["gathers"] == {"4": micros * units, "2": micros * LAYERS}
-
-
 def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list[str]]) -> None:
     layers = [f"model.layers.{layer}" for layer in range(LAYERS)]
     units = ["model.embed_tokens", *layers, "model.norm, lm_head"]

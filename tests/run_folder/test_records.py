@@ -23,9 +23,9 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import FsdptrainError, RecipeError, Unreadable
 from fsdptrain.launch.run_banner import heading
 from fsdptrain.launch.run_lock import claim_run_dir
-from fsdptrain.launch.status import observe, status_lines
 from fsdptrain.plan.plan import Plan, make_plan, open_plan
 from fsdptrain.plan.topology import Topology, find_topology
+from fsdptrain.report.status import observe, status_lines
 from fsdptrain.run_folder.events import Reporter, cut_partial_lines, read_history
 from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.records import (

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.launch.status import observe, status_lines
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.report.status import observe, status_lines
 from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.rundir import RunDir
 

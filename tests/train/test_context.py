@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.context import AllToAll
-from fsdptrain.model.skeleton import check_context, skeleton
+from fsdptrain.model.attention import check_context
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.varlen import AllToAll
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology, find_topology
@@ -247,16 +248,15 @@ REFUSED = {  # what the recipe says → what the message says
         "parallel.context: 3 does not divide the 4 ranks of a node; use one of 1, 2, 4",
     ),
     "kernel": (["model.attn_implementation=eager", TWO], "parallel.context: has no effect on eager"),
-    "alone": (["parallel.context_over_nodes=true"], "parallel.context_over_nodes: has no effect without"),
     "batch": (["train.global_batch_size=9", TWO], "9 sequences do not divide over 4 ranks / parallel.context 2"),
 }
 
 
-def test_ranks_of_several_nodes_share_a_row_if_the_recipe_says_so(tmp_path: Path) -> None:
-    recipe, two_nodes = write_recipe(tmp_path), Topology("cpu", 2, 2)
-    assert make_plan(load(recipe, [FOUR, "parallel.context_over_nodes=true"]), two_nodes).context == 4
-    with pytest.raises(RecipeError, match=r"2 ranks of a node; use one of 1, 2, or parallel\.context_over_nodes=true"):
-        make_plan(load(recipe, [FOUR]), two_nodes)
+def test_ranks_of_several_whole_nodes_can_share_a_row(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    assert make_plan(load(recipe, [FOUR]), Topology("cpu", 2, 2)).context == 4
+    with pytest.raises(RecipeError, match=r"4 does not divide the 3 ranks of a node; use one of 1, 3"):
+        make_plan(load(recipe, [FOUR]), Topology("cpu", 4, 3))
 
 
 @pytest.mark.parametrize("case", REFUSED)

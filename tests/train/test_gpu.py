@@ -13,8 +13,8 @@ from support import TINY, environment, events, fsdptrain, write_recipe
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.data.corpus import document_bounds
-from fsdptrain.model import flash, varlen
-from fsdptrain.model.flash import Heads
+from fsdptrain.model import varlen
+from fsdptrain.model.attention import Heads, check_heads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ RECORD = """
 import json, sys, torch, torch.distributed as dist
 from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.patches import NamedComm
-from fsdptrain.train.patches import recorded_collectives
+from fsdptrain.parallel.patches import recorded_collectives
 device, backend = torch.device(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(sys.argv[1], 1)
 bound = device if device.type == "cuda" else None
@@ -128,7 +128,7 @@ def test_the_varlen_kernel_computes_what_the_reference_on_a_cpu_does(
     "heads", [Heads(8, 2, 128, 128, True), Heads(4, 4, 192, 128, False), Heads(4, 2, 256, 256, False)]
 )
 def test_the_trial_of_attention_accepts_what_torch_has_built_in(heads: Heads) -> None:
-    flash.check(heads, torch.device("cuda"))
+    check_heads(heads, torch.device("cuda"))
 
 
 def test_the_events_have_what_the_allocator_has_reserved(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import flash, probe
+from fsdptrain.model import attention, probe
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.model.config import load_config, longrope_threshold
-from fsdptrain.model.flops import model_flops
+from fsdptrain.model.parameters import model_flops
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.skeleton import choose_attention, skeleton
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.limits import available_memory
@@ -289,7 +290,7 @@ def test_a_dry_run_says_which_attention_kernels_depend_on_what_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In torch's varlen kernel, which Gemma 2's capped scores prevent, only the FlashAttention in it does."""
-    monkeypatch.setattr(flash, "note_before", lambda major: "a note on FlashAttention")
+    monkeypatch.setattr(attention, "flash_note", lambda major: "a note on FlashAttention")
     hardware, told = parse_hardware("8xh100"), {}
     for name in ("llama", "gemma2"):
         written = load(write_recipe(tmp_path, model={"config": MODELS[name], "tokenizer": {"train": 512}}), [BF16])

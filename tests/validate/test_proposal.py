@@ -12,11 +12,11 @@ from support import fsdptrain
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fsdptrain.config.reader import load
-from fsdptrain.data.init_recipe import read_starter
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate import proposal
 from fsdptrain.validate.findings import Outcome
+from fsdptrain.validate.init_recipe import read_starter
 from fsdptrain.validate.request import INTERRUPTED
 
 PAIR = ("chosen", "rejected")

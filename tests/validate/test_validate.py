@@ -28,7 +28,6 @@ from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.model.config import load_config
-from fsdptrain.model.freeze import freeze
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, draft_plan, varied
@@ -39,7 +38,7 @@ from fsdptrain.validate.costs import times_beside_steps
 from fsdptrain.validate.data import describe_lengths, kept_by_seq_len
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import describe_model, model_lines, parameters_by_unit
+from fsdptrain.validate.model import describe_model, parameters_by_unit
 from fsdptrain.validate.request import Request, make_request
 from fsdptrain.validate.summary import histogram_lines, show_outcome
 
@@ -390,22 +389,6 @@ def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, 
     tie = {"tied": True, "weights": ["lm_head.weight = model.embed_tokens.weight"], "unit": "root"}
     assert found["tied"] == (tie if tied else {"tied": False, "weights": [], "unit": None})
     assert (found["blocks"], found["recomputed_blocks"]) == (3, 2)
-
-
-def test_what_every_rank_keeps_whole_is_said(tmp_path: Path) -> None:
-    words = ("launch.nproc_per_node=4", "train.global_batch_size=8", "fsdp.ignore=[embed_tokens]")
-    changes = {"model": {"id": "org/name"}, "adapter": {"kind": "lora"}, "export": {}}
-    plan, _ = draft(write_recipe(tmp_path, **changes), *words)
-    config = AutoConfig.for_model(**LLAMA)
-    model = freeze(skeleton(config, plan.recipe.model), plan.recipe)
-    kept, other = (
-        describe_model(each, model, units_of(model, "auto")) for each in (plan, varied(plan, {"fsdp.ignore": []}))
-    )
-    size = model.model.embed_tokens.weight.nbytes
-    assert (kept["whole_bytes"], other["whole_bytes"]) == (size, 0)
-    assert kept["shard_bytes"] - other["shard_bytes"] == size - size // 4
-    assert kept["units"][0]["gathered_bytes"] == 0 < other["units"][0]["gathered_bytes"]
-    assert any("of them whole (fsdp.ignore)" in line for line in model_lines(kept))
 
 
 def test_units_of_different_sizes_are_not_grouped(tmp_path: Path) -> None:

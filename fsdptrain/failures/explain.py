@@ -1,0 +1,239 @@
+"""Explain a failure in one message, from what workers and watchdogs wrote: which rank failed first, or which hang.
+
+Every rank that hangs writes what its flight recorders hold: `{"nccl": {"entries": [...]}, "gloo": ...}`. Collectives
+of a group have numbers that are the same on all of its ranks, which show which one a hung run waits for, and which rank
+never entered it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdptrain.errors import (
+    FsdptrainError,
+    KilledForMemory,
+    WorkerError,
+    WorkerLost,
+    from_record,
+    killed_by,
+    listed,
+    own_frame,
+)
+from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.records import NOT_READ, Record, open_regular, read_object, read_text
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.text import hosts_of, ranks_text
+
+HEARTBEAT_S, HEARTBEATS_PER_S = 5.0, 100  # seconds between heartbeats of a rank; heartbeats of all ranks a second
+MISSED = 3  # such intervals, after which a rank is silent
+REPORT = re.compile(r"rank-([0-9]+)\.json")
+SILENT = "does not respond: it is stopped, or its machine cannot be reached"
+
+
+def explain(failure: Record, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
+    """Return the error of the first rank that failed, as the agent reported it, with its log file.
+
+    `hosts` are the host names of all ranks, if they are known.
+    """
+    log, rank = rundir.rank_log(failure["rank"]), ranks_text([failure["rank"]], hosts)
+    log = log if log.exists() else rundir.launcher_log  # it failed before it opened its own log
+    if record := failure.get("record"):
+        error = from_record(record)
+        if not isinstance(error, WorkerError):
+            return error
+        return type(error)(f"{rank} failed {when}: {error}\n{_where(record, log)}")
+    if failure.get("out_of_memory"):
+        return KilledForMemory(
+            f"{rank} was killed by the kernel {when}, because the memory of its host was full; its output: {log}"
+        )
+    if failure.get("signal"):
+        return WorkerLost(f"{rank} was {killed_by(failure['signal'])} {when}; its output: {log}")
+    return WorkerLost(f"{rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}")
+
+
+def hung_ranks(rundir: RunDir, attempt: int, dumps_of: Iterable[int]) -> list[int]:
+    """Return the ranks that have reported a hang in an attempt, and those of `dumps_of` that have a stack dump.
+
+    The reports of all ranks are found with one list of a folder, a dump with a look at the file of its rank.
+    """
+    reported: set[int] = set()
+    with contextlib.suppress(OSError):  # a shared folder may refuse for a moment: it is read again
+        matches = [REPORT.fullmatch(path.name) for path in rundir.hangs(attempt).iterdir()]
+        reported.update(int(match[1]) for match in matches if match)
+    return sorted(reported.union(rank for rank in dumps_of if _is_stuck(rundir.stack_dump(attempt, rank))))
+
+
+def _is_stuck(dump: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return dump.stat().st_size > 0
+    return False
+
+
+def heartbeat_s(world: int) -> float:
+    """Return the seconds between two heartbeats of a rank: one file system may get those of all ranks."""
+    return max(HEARTBEAT_S, world / HEARTBEATS_PER_S)
+
+
+def silent_ranks(rundir: RunDir, attempt: int, world: int) -> list[int]:
+    """Return the ranks whose process has sent no heartbeat for some time, while others have.
+
+    A heartbeat is the modification time of the file for stack dumps (see `failures.watchdog`). They are compared with
+    each other, because the clock of this machine may differ.
+    """
+    stamps: dict[int, float] = {}
+    for rank in range(world):
+        with contextlib.suppress(*NOT_READ), open_regular(rundir.stack_dump(attempt, rank)) as file:  # opened: NFS asks
+            stamps[rank] = os.fstat(file.fileno()).st_mtime
+    oldest = max(stamps.values(), default=0.0) - MISSED * heartbeat_s(world)
+    return [rank for rank, stamp in stamps.items() if stamp < oldest]
+
+
+def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> str:
+    """Return one paragraph that says where each rank waits, from the reports of the watchdogs in an attempt.
+
+    `hosts` are the host names of all ranks, if they are known.
+    """
+    ranks = range(plan.topology.world_size)
+    hung, places = hung_ranks(rundir, attempt, ranks), dict[str, list[int]]()
+    for rank in ranks:
+        where = _place(rundir, attempt, rank) if rank in hung else SILENT
+        places.setdefault(where, []).append(rank)
+    groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
+    places_text = "; ".join(
+        f"{ranks_text(where_ranks, hosts)} {where if len(where_ranks) == 1 else _plural(where)}"
+        for where, where_ranks in groups
+    )
+    collective = waited_for(_recorded(hung, attempt, rundir), places.get(SILENT, []), hosts)
+    timeout = plan.recipe.launch.timeout_s
+    return (
+        f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
+        f"{places_text}{f'; {collective}' if collective else ''}. "
+        f"All stacks: {rundir.logs}; the last collectives: {rundir.hangs(attempt)}"
+    )
+
+
+def _place(rundir: RunDir, attempt: int, rank: int) -> str:
+    """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
+    with contextlib.suppress(*NOT_READ, KeyError):
+        report = read_object(rundir.hang_report(attempt, rank))
+        return f"{'waits in' if report['waits'] else 'is in'} {report['where']}"
+    with contextlib.suppress(*NOT_READ):
+        stacks = read_text(rundir.stack_dump(attempt, rank))
+        return f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+    return "is in unknown code, because its report cannot be read"
+
+
+def _recorded(hung: list[int], attempt: int, rundir: RunDir) -> dict[int, Any]:
+    """Return rank → what its flight recorders held, for the ranks whose file is complete."""
+    found = {}
+    for rank in hung:
+        with contextlib.suppress(*NOT_READ):
+            found[rank] = read_object(rundir.collectives(attempt, rank))
+    return found
+
+
+def _plural(where: str) -> str:
+    verb, _, rest = where.partition(" ")
+    text = f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}"
+    return text.replace("it is stopped, or its", "they are stopped, or their").replace("its report", "their reports")
+
+
+def _innermost_function(dump: str) -> str:
+    """Return fsdptrain's innermost function in faulthandler's dump of the main thread (the last one it lists)."""
+    main = dump.rpartition("Thread 0x")[2]
+    frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
+    return own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
+
+
+def _where(record: dict[str, str], log: Path) -> str:
+    frames = [line.strip() for line in record.get("traceback", "").splitlines() if line.strip().startswith("File ")]
+    return (f"{frames[-1]}\n" if frames else "") + f"full traceback: {log}"
+
+
+Recorded = Mapping[str, Any]  # backend → dump of its recorder
+
+
+class Call(NamedTuple):
+    """A collective that a rank has entered: its number in its group, its name, and when it was entered."""
+
+    number: int
+    name: str
+    at_ns: int
+    done: bool
+    side: bool  # in the group beside the training loop
+
+
+def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Return one sentence on the collective that the run waits for; "" if no rank has entered one that is not done.
+
+    `recorded` is rank → dumps; `silent` are the ranks that have not reported; `hosts` are the host names of all ranks,
+    if they are known.
+    """
+    found = [each for group in _groups(recorded) if (each := _explain(_calls(recorded, group), silent, hosts))]
+    return min(found)[2] if found else ""
+
+
+def _explain(
+    calls: Mapping[int, Sequence[Call]], silent: Sequence[int], hosts: Sequence[str]
+) -> tuple[bool, int, str] | None:
+    """Return a sentence on the first collective of a group that is not done; None if all are done.
+
+    In front of it is what orders the sentences of several groups. A group of the training loop comes first: a save
+    under way waits for a rank that is lost as well, and may have begun to do so earlier. Then the earliest comes first:
+    it is the cause of the others.
+    """
+    open_calls = [call for of_rank in calls.values() for call in of_rank if not call.done]
+    if not open_calls:
+        return None
+    # An asynchronous rank has entered many collectives behind the one that it waits for.
+    first = min(open_calls, key=lambda call: (call.number, call.at_ns))
+    name, _, unit = first.name.partition(" of ")
+    what = f"{name} #{first.number}" + (f" of {unit}" if unit else "")
+    absent = [rank for rank, of_rank in calls.items() if max(call.number for call in of_rank) < first.number]
+    if absent:
+        return first.side, first.at_ns, f"{ranks_text(absent, hosts)} never entered {what}"
+    if silent:
+        return first.side, first.at_ns, f"the other ranks wait for {ranks_text(silent, hosts)} in {what}"
+    between = hosts_of([*calls], hosts)
+    suspects = f"a GPU or the network of {listed(between, 4)}" if len(between) > 1 else "the network or a GPU"
+    return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect {suspects}"
+
+
+def _groups(recorded: Mapping[int, Recorded]) -> set[tuple[str, str]]:
+    """Return the groups of ranks that have entered collectives, as (backend, name)."""
+    return {
+        (backend, entry["process_group"][0])
+        for dumps in recorded.values()
+        for backend in dumps
+        for entry in _entries(dumps, backend)
+    }
+
+
+def _calls(recorded: Mapping[int, Recorded], group: tuple[str, str]) -> dict[int, list[Call]]:
+    """Return rank → its recorded collectives in a group, for the ranks that have any."""
+    backend, name = group
+    calls = {
+        rank: [
+            Call(
+                entry["collective_seq_id"],
+                entry["collective"],
+                entry["time_created_ns"],
+                entry["retired"] or entry["state"] == "completed",
+                entry["side"],
+            )
+            for entry in _entries(dumps, backend)
+            if entry["process_group"][0] == name
+        ]
+        for rank, dumps in recorded.items()
+    }
+    return {rank: of_rank for rank, of_rank in calls.items() if of_rank}
+
+
+def _entries(dumps: Recorded, backend: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the collectives in the dump of a backend; sends and receives have numbers of their own."""
+    return (entry for entry in dumps.get(backend, {}).get("entries", []) if not entry["is_p2p"])

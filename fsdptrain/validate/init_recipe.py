@@ -1,0 +1,280 @@
+"""The text of a first recipe for some data and a model, with comments: `fsdptrain init`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
+from fsdptrain.config.schema import Data, Treatment
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
+from fsdptrain.config.syntax import yaml_text
+from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
+from fsdptrain.data.pack import fill_sequences
+from fsdptrain.data.sources import first_source, held_out_files
+from fsdptrain.errors import Problem, RecipeError, shortened
+from fsdptrain.run_folder.storage import url_fault
+from fsdptrain.text import one_line
+
+RECIPE = """\
+# yaml-language-server: $schema=recipe.schema.json
+#
+# fsdptrain validate {dest}: what is wrong, whether it fits, how long it takes; starts nothing
+# fsdptrain run {dest}: train; run it again to resume where it stopped
+# fsdptrain schema > recipe.schema.json: once, for completion and checks in an editor (by the first line)
+#
+# Every other key has a default: fsdptrain schema lists them.
+
+name: {name} # the run is written to runs/NAME
+
+model:
+  id: {model} # weights and tokenizer: a folder, or org/name on the Hub
+
+data:
+  path: {path}
+  format: {form} # {fields}
+{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {long_rows}
+  {held_out}
+
+{forecast}fsdp:
+  strategy: {strategy} # one of {strategies}
+  activation_checkpointing: {recomputed} # selective or full: less memory, more time
+{fsdp}
+optim: {{lr: {rate}}}
+train:
+{objective}  epochs: {epochs}
+  global_batch_size: {batch} # sequences of one optimizer step, over all ranks
+  micro_batch_size: {micro} # sequences that a rank computes at a time
+checkpoint: {{every: {checkpoint}}} # steps
+log: {{every: {log}}} # steps
+"""
+
+NOT_HELD_OUT = "# eval: {fraction: 0.05} # share of the tokens to hold out; then also set eval: {every: 10} (steps)"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A recipe without sizes: the model, and how the data is read. `dest` is where it is written."""
+
+    dest: Path
+    model: str
+    path: DataPath
+    read_as: Data
+    described: str  # which columns are read as what
+    held_out: str | None = None  # the split to hold out; without it a share of the rows is held out
+
+    def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
+        """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
+        fraction, every = (keys.get("data.eval") or {}).get("fraction"), keys.get("eval.every")
+        held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
+        if self.held_out:
+            held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or keys.get("checkpoint.every", 500)
+        extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
+        written = {"fsdp.strategy", "fsdp.activation_checkpointing"}
+        fsdp = {
+            path.removeprefix("fsdp."): value
+            for path, value in keys.items()
+            if path.startswith("fsdp.") and path not in written and value is not None
+        }
+        text = RECIPE.format(
+            dest=self.dest,
+            name=_run_name(self.model, self.path if isinstance(self.path, str) else self.path[0]),
+            model=yaml_text(self.model),
+            path=yaml_text(self.path),
+            form=self.read_as.format,
+            fields=one_line(self.described),
+            columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
+            seq_len=keys.get("data.seq_len", 2048),
+            long_rows=self.read_as.treatment,
+            held_out=held_out,
+            forecast="".join(f"# {line}\n" for line in forecast),
+            strategy=keys.get("fsdp.strategy", DEFAULT_STRATEGY),
+            strategies=", ".join(Strategy),
+            recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
+            fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            rate="1e-6" if self.read_as.format.is_paired else "2e-5",
+            objective="  objective: dpo # learn which of two answers is preferred\n" * self.read_as.format.is_paired,
+            epochs=keys.get("train.epochs", 1),
+            batch=keys.get("train.global_batch_size", 64),
+            micro=keys.get("train.micro_batch_size", 1),
+            checkpoint=keys.get("checkpoint.every", 500),
+            log=keys.get("log.every", 1),
+        )
+        return text + (f"eval: {{every: {every}}} # steps\n" if every else "")
+
+
+def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
+    """Look at the model's name and the first rows of the data: what its columns are, and how they are read.
+
+    Raises DataError for data that is missing, cannot be read, or whose columns match no format, and RecipeError for a
+    model that is neither a folder nor a Hub id and for a path or URL that cannot be used.
+    """
+    if fault := model_name_fault(model) or _missing_model(model):
+        raise RecipeError([Problem(fault, "--model")])
+    for each in data:
+        if fault := path_fault(each) or url_fault(each):
+            raise RecipeError([Problem(fault, "--data")])
+    written: DataPath = data[0] if len(data) == 1 else list(data)
+    found = find_all_data(written, Path.cwd())
+    likely = likely_format(first_source(found))
+    if likely is None:
+        raise unknown_columns_error(found)
+    form, columns = likely
+    read_as = Data(format=form, columns=dict(columns))
+    _, rows = peek(found, read_as)
+    if seam_without_space(rows, read_as):
+        read_as.separator = "\n"
+    places = [
+        _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
+    ]
+    held_out, folder = held_out_files(found), dest.parent.absolute()
+    if held_out and places[0] == os.path.relpath(str(found), folder):  # relative to the recipe, as the data
+        held_out = os.path.relpath(held_out, folder)
+    read = describe_columns(found, read_as)
+    return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, read, held_out)
+
+
+def _missing_model(model: str) -> str | None:
+    """Return what is wrong with a name that could be a Hub id, but is a path on this machine; None for nothing."""
+    if is_folder(model):
+        return None if (Path(model) / "config.json").is_file() else f"{shortened(model)!r} has no config.json"
+    folder = model.rpartition("/")[0]
+    return f"{shortened(model)!r} does not exist in the folder {folder}" if folder and is_folder(folder) else None
+
+
+def _path_from_recipe(data: str, found: str, dest: Path) -> str:
+    """Return the data's path relative to the recipe's folder; unchanged when it is absolute or a Hub id."""
+    if found == data or data.startswith("~") or Path(data).is_absolute():
+        return data
+    return os.path.relpath(found, dest.parent.absolute())
+
+
+def _run_name(model: str, data: str) -> str:
+    words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
+    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
+
+
+COVERED = 0.99  # share of the rows that are not longer than a sequence, if a few are much longer
+FILLED = 0.85  # share of the tokens of sequences that are not padding, if rows and steps allow
+LONGEST = {"split": 2048, "cut": 8192, "drop": 8192, "continued": 2048}  # tokens of a sequence, by `Data.treatment`
+STEP_TOKENS = 2**17  # of an optimizer step, if there are enough
+MICRO_TOKENS = 2**11  # of a micro-batch, before a search for the fastest plan
+STEPS = 100  # that a run should have at least
+FEWEST_STEPS = 10  # that longer sequences must leave
+FEW, FEW_ROWS = 800, 2000  # sequences, or rows; below, an epoch has not enough for STEPS of a useful size
+SAMPLED = 2000  # rows that are packed to see how well they fill sequences
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """What is known of the data: tokens of every row that was read [R], and how many rows there are in all."""
+
+    lengths: np.ndarray[Any, Any]
+    available: int
+
+    def tokens(self, seq_len: int, treatment: Treatment) -> int:
+        """Return how many tokens all rows have in sequences of `seq_len`, extrapolated from those that were read."""
+        return round(kept_tokens(self.lengths, seq_len, treatment) * self.available / len(self.lengths))
+
+
+def kept_tokens(lengths: np.ndarray[Any, Any], seq_len: int, treatment: Treatment) -> float:
+    """Return how many tokens of rows of these lengths [R] are in sequences of `seq_len`."""
+    kept = {"cut": np.minimum(lengths, seq_len), "drop": lengths[lengths <= seq_len]}.get(treatment, lengths)
+    return float(kept.sum())
+
+
+def choose_sizes(
+    rows: RowLengths, treatment: Treatment, positions: int | None, ranks: int, held_out: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return keys of a recipe for these rows: dotted path → value.
+
+    `positions` is the longest sequence that the model supports, None if there is no limit; the batch divides over
+    `ranks`. `held_out` is the recipe's `data.eval`, None to choose one.
+    """
+    limit = LONGEST[treatment] if positions is None else min(positions, LONGEST[treatment])
+    seq_len, sequences = _sequence_length(rows, treatment, limit, ranks)
+    units = rows.available if treatment in ("cut", "drop") else max(rows.available, sequences)
+    epochs = _epochs(units, sequences)
+    if held_out is None and (fraction := _held_out(units)):
+        held_out, sequences = {"fraction": fraction}, max(1, math.floor(sequences * (1 - fraction)))
+    batch = _batch(sequences, epochs, STEP_TOKENS // seq_len, ranks)
+    steps = math.ceil(epochs * sequences / batch)
+    micro = _power_of_two_below(min(batch // ranks, MICRO_TOKENS // seq_len))  # divides another power of two
+    return {
+        "data.seq_len": seq_len,
+        "data.eval": held_out,
+        "eval.every": _round_down(steps / 10) if held_out else None,
+        "train.epochs": epochs,
+        "train.global_batch_size": batch,
+        "train.micro_batch_size": micro,
+        "checkpoint.every": _round_down(min(500, steps / 2)),
+        "log.every": 1 if steps < 5000 else 10,
+    }
+
+
+def _sequence_length(rows: RowLengths, treatment: Treatment, limit: int, ranks: int) -> tuple[int, int]:
+    """Return the tokens of a sequence, at most `limit`, and how many sequences the rows fill.
+
+    It is the first multiple of 64, or of 128 above 1,024, that covers nearly all rows, or all if none is much longer,
+    and that rows fill well; else the one that they fill best, as long as there are FEWEST_STEPS.
+    """
+    usual, longest = np.quantile(rows.lengths, COVERED), rows.lengths.max()
+    covering = math.ceil(longest if longest <= 2 * usual else usual)
+    multiple = 64 if covering <= 1024 else 128
+    least = max(8, min(-(-covering // multiple) * multiple, limit))
+    found = best = (0.0, least, 0)
+    for seq_len in range(least, max(least, min(limit, MICRO_TOKENS)) + 1, multiple):
+        sequences = _packed(rows, seq_len, treatment)
+        found = (rows.tokens(seq_len, treatment) / (sequences * seq_len), seq_len, sequences)
+        if seq_len > least and _epochs(rows.available, sequences) * sequences < FEWEST_STEPS * ranks:
+            break
+        best = max(best, found)
+        if best[0] >= FILLED:
+            break
+    return best[1:]
+
+
+def _packed(rows: RowLengths, seq_len: int, treatment: Treatment) -> int:
+    """Return how many sequences all rows fill, extrapolated from SAMPLED of them, packed as a run packs them."""
+    sample = np.random.default_rng(0).permutation(rows.lengths)[:SAMPLED].astype(np.int64)
+    whole, rest = np.divmod(sample, seq_len)
+    if treatment in ("cut", "drop"):
+        fits = sample < seq_len
+        whole, rest = (sample == seq_len if treatment == "drop" else ~fits), np.where(fits, sample, 0)
+    packed = int(whole.sum()) + sum(1 for _ in fill_sequences(rest[rest > 0].tolist(), seq_len))
+    return max(1, math.ceil(packed * rows.available / len(sample)))
+
+
+def _epochs(rows: int, sequences: int) -> int:
+    return 1 if rows >= FEW_ROWS or sequences >= FEW else 3
+
+
+def _held_out(rows: int) -> float | None:
+    """Return the share of the tokens to hold out; None if the rows are too few to be divided."""
+    if rows < 50:
+        return None
+    return 0.1 if rows < 1000 else 0.05 if rows < 20_000 else 0.01
+
+
+def _batch(sequences: int, epochs: int, most: int, ranks: int) -> int:
+    """Return the sequences of a step: a multiple of `ranks` that gives STEPS if possible, at most an epoch."""
+    wanted = min(epochs * sequences // STEPS, most, sequences)
+    return ranks * _power_of_two_below(wanted // ranks)
+
+
+def _power_of_two_below(number: int) -> int:
+    """Return the largest power of two that is not larger than `number`; 1 for less."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def _round_down(number: float) -> int:
+    """Return a round number of steps: 1, 2 or 5 times a power of ten, not larger than `number`; 1 for less."""
+    power = 10 ** max(0, math.floor(math.log10(max(number, 1))))
+    return next((factor * power for factor in (5, 2, 1) if factor * power <= number), 1)

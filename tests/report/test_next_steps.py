@@ -1,0 +1,125 @@
+"""What the end of a run says to do next: commands without line breaks, and a program that runs as it is pasted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support import TINY, write_recipe
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fsdptrain.config.reader import load
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.trackers import TrackerState
+from fsdptrain.terminal.screen import Screen
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def planned(tmp: Path, **changes: Any) -> Plan:
+    """Return the plan of a run whose base is a tiny random Llama with a tokenizer of bytes."""
+    base = tmp / "base"
+    if not base.exists():
+        letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        bytewise = Tokenizer(models.BPE({**letters, "<eos>": len(letters)}, []))
+        bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bytewise.decoder = decoders.ByteLevel()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", chat_template=TEMPLATE)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY)).save_pretrained(base)
+        tokenizer.save_pretrained(base)
+    model = {"id": str(base), "init": "pretrained"}
+    changes |= {"export": {"compare": False}}  # without a dtype, which a separate adapter does not have
+    return make_plan(load(write_recipe(tmp, model=model, log__tensorboard=True, **changes)), Topology("cpu", 1, 1))
+
+
+def exported(plan: Plan, adapter: bool = False) -> None:
+    """Write what a run exports: the base, or an adapter for it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer
+
+    base = str(plan.recipe.model.id)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if adapter:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(plan.rundir.export)
+    AutoTokenizer.from_pretrained(base).save_pretrained(plan.rundir.export)
+
+
+def generated(text: str) -> str:
+    """Return what the program below `try it in Python:` prints."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(text.partition("try it in Python:\n")[2], {})
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "data_format", "prompt"),
+    [
+        (False, "text", "Once upon a time"),
+        (False, "chat", "What is 7 times 6?"),
+        (True, "prompt_completion", "What is 7 times 6?\nAnswer: "),
+    ],
+)
+def test_the_program_generates_from_the_export(adapter: bool, data_format: str, prompt: str, tmp_path: Path) -> None:
+    separator = {"data__separator": "\nAnswer: "} if data_format == "prompt_completion" else {}
+    plan = planned(
+        tmp_path, data__format=data_format, **separator, **({"adapter": {"kind": "lora"}} if adapter else {})
+    )
+    exported(plan, adapter)
+    text = next_steps(plan, ["run", "recipe.yaml"])
+    assert generated(text).startswith(prompt)
+    assert len(text.splitlines()) <= 13
+
+
+def test_the_commands_can_be_pasted_at_any_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = planned(tmp_path, output_dir=str(tmp_path / "runs" / "a run"), name="mine")
+    for folder in (plan.rundir.export, plan.rundir.trackers):
+        folder.mkdir(parents=True)
+    shown_by = ["tensorboard", "--logdir", str(plan.rundir.tensorboard)]
+    TrackerState(shown_by=shown_by).write(plan.rundir, "tensorboard")
+    words = ["run", "recipe.yaml", "train.steps=4", "optim.lr=1e-5", "--fresh"]
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    Screen(console).paste(next_steps(plan, words))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    commands = {line[:8].strip(): shlex.split(line[8:]) for line in lines[1:6]}
+    same = ["fsdptrain", "run", "recipe.yaml"]
+    assert commands == {
+        "curves": ["tensorboard", "--logdir", "runs/a run/tensorboard"],
+        "serve": ["vllm", "serve", "runs/a run/export"],
+        "share": ["hf", "upload", "ORG/NAME", "runs/a run/export"],
+        "longer": [*same, "optim.lr=1e-5", "train.steps=8"],
+        "more": [
+            *same, "train.steps=4", "optim.lr=1e-5", "model.id=runs/a run/export", "data.path=MORE_DATA",
+            "output_dir=runs/a run-2",
+        ],
+    }  # fmt: skip
+    (tmp_path / "MORE_DATA").write_text("more")
+    for name in ("longer", "more"):  # the command accepts them
+        written = load(tmp_path / "recipe.yaml", [word for word in commands[name][3:] if word != "--fresh"])
+        assert written.recipe.optim.lr == 1e-5 and written.recipe.train.steps == (8 if name == "longer" else 4)
+    console.file.truncate(0)
+    Screen(Console(file=console.file, quiet=True)).paste("on another node")
+    assert not console.file.getvalue().strip("\0")  # type: ignore[attr-defined]
+
+
+def test_an_adapter_is_served_beside_its_base_and_without_an_export_there_is_a_command(tmp_path: Path) -> None:
+    plan = planned(tmp_path, adapter={"kind": "lora", "r": 32}, train__steps=None, train__epochs=3, name="mine")
+    text = next_steps(plan, ["run", "r"])
+    assert "vllm" not in text and "Python" not in text and f"export  fsdptrain export {plan.rundir.root}" in text
+    assert "longer  fsdptrain run r train.epochs=6\n" in text
+    plan.rundir.export.mkdir(parents=True)
+    (plan.rundir.export / "adapter_config.json").touch()
+    text, folder = next_steps(plan, ["run", "r"]), plan.rundir.export
+    base = plan.recipe.model.id
+    assert f"serve   vllm serve {base} --enable-lora --lora-modules mine={folder} --max-lora-rank 32\n" in text
+    assert f"run r adapter.from={folder} data.path=MORE_DATA" in text
