@@ -562,13 +562,13 @@ def submit(
     target = parse_hardware(hardware) if hardware is not None else None
     gpus = jobs.gpus_of_node(target, gpus_per_node)
     job = jobs.prepare_job(recipe, written, overrides or [], nodes, gpus)
-    text = jobs.slurm_script(job, sbatch or [], time_limit, partition, account)
-    for note in (job.range_note(), target.note if target else None):
-        if note:
-            print(note, file=sys.stderr)
+    own = {"--time": time_limit, "--partition": partition, "--account": account}
+    text = jobs.slurm_script(job, sbatch or [], own)
+    if target and target.note:
+        print(target.note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
-        _check_fit(find_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
+        _check_fit(find_recipe(recipe, [*(overrides or []), *job.size_keys()]), card)
     else:
         print(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
@@ -822,7 +822,8 @@ def list_recipes(
         raise RecipeError(f"unknown list {kind!r}: use `recipes list` for the recipes, or `recipes list {CLUSTERS}`")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
-            comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
+            lines = path.read_text(encoding="utf-8").splitlines()
+            comment = next(line for line in lines if not line.startswith("#!"))
             _print_listed(name, comment.strip("# :"))
     for path in () if kind else _shipped_recipes():
         first = next(

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +140,16 @@ def how_to_start(variables: Iterable[str]) -> type[subprocess.Popen[Any]]:
     return subprocess.Popen if any(name.startswith("HF_") for name in variables) else Command
 
 
-def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
-    """Run the function `job` of `tests/ranks.py` on `world` gloo processes; return its results in rank order."""
+def on_ranks(world: int, job: str | Callable[..., Any], out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
+    """Run a function on `world` gloo processes; return its results, which are JSON, in rank order.
+
+    `job` is a function of a test's module, or the name of one in `tests/ranks.py`, which several modules use.
+    """
+    home = TESTS / "ranks.py" if isinstance(job, str) else Path(job.__code__.co_filename)
+    name = job if isinstance(job, str) else job.__name__
     out.mkdir(parents=True, exist_ok=True)
     port, logs = unused_port(), [out / f"rank-{rank}.log" for rank in range(world)]
-    words = [sys.executable, "-m", "ranks", job, str(out), json.dumps(arguments)]
+    words = [sys.executable, "-m", "ranks", str(home), name, str(out), json.dumps(arguments)]
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank, log in enumerate(logs):

@@ -317,7 +317,7 @@ def _csv(file: DataFile) -> Rows:
     reader = _table(file, strict=True)
     number = 1
     try:
-        header = next(reader, [])
+        header: list[str] = next(reader, [])
         number = reader.line_num + 1
         for values in reader:
             if len(values) > len(header):

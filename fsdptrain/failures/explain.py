@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdptrain.errors import (
@@ -46,7 +45,10 @@ def explain(failure: Record, rundir: RunDir, when: str, hosts: Sequence[str] = (
         error = from_record(record)
         if not isinstance(error, WorkerError):
             return error
-        return type(error)(f"{rank} failed {when}: {error}\n{_where(record, log)}")
+        lines = [line.strip() for line in record.get("traceback", "").splitlines()]
+        frames = [line for line in lines if line.startswith("File ")]
+        innermost = f"{frames[-1]}\n" if frames else ""
+        return type(error)(f"{rank} failed {when}: {error}\n{innermost}full traceback: {log}")
     if failure.get("out_of_memory"):
         return KilledForMemory(
             f"{rank} was killed by the kernel {when}, because the memory of its host was full; its output: {log}"
@@ -65,13 +67,11 @@ def hung_ranks(rundir: RunDir, attempt: int, dumps_of: Iterable[int]) -> list[in
     with contextlib.suppress(OSError):  # a shared folder may refuse for a moment: it is read again
         matches = [REPORT.fullmatch(path.name) for path in rundir.hangs(attempt).iterdir()]
         reported.update(int(match[1]) for match in matches if match)
-    return sorted(reported.union(rank for rank in dumps_of if _is_stuck(rundir.stack_dump(attempt, rank))))
-
-
-def _is_stuck(dump: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return dump.stat().st_size > 0
-    return False
+    for rank in dumps_of:
+        with contextlib.suppress(OSError):
+            if rundir.stack_dump(attempt, rank).stat().st_size > 0:
+                reported.add(rank)
+    return sorted(reported)
 
 
 def heartbeat_s(world: int) -> float:
@@ -108,7 +108,11 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
         f"{ranks_text(where_ranks, hosts)} {where if len(where_ranks) == 1 else _plural(where)}"
         for where, where_ranks in groups
     )
-    collective = waited_for(_recorded(hung, attempt, rundir), places.get(SILENT, []), hosts)
+    recorded: dict[int, Any] = {}
+    for rank in hung:
+        with contextlib.suppress(*NOT_READ):  # the file may be incomplete
+            recorded[rank] = read_object(rundir.collectives(attempt, rank))
+    collective = waited_for(recorded, places.get(SILENT, []), hosts)
     timeout = plan.recipe.launch.timeout_s
     return (
         f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
@@ -128,15 +132,6 @@ def _place(rundir: RunDir, attempt: int, rank: int) -> str:
     return "is in unknown code, because its report cannot be read"
 
 
-def _recorded(hung: list[int], attempt: int, rundir: RunDir) -> dict[int, Any]:
-    """Return rank → what its flight recorders held, for the ranks whose file is complete."""
-    found = {}
-    for rank in hung:
-        with contextlib.suppress(*NOT_READ):
-            found[rank] = read_object(rundir.collectives(attempt, rank))
-    return found
-
-
 def _plural(where: str) -> str:
     verb, _, rest = where.partition(" ")
     text = f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}"
@@ -148,11 +143,6 @@ def _innermost_function(dump: str) -> str:
     main = dump.rpartition("Thread 0x")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
     return own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
-
-
-def _where(record: dict[str, str], log: Path) -> str:
-    frames = [line.strip() for line in record.get("traceback", "").splitlines() if line.strip().startswith("File ")]
-    return (f"{frames[-1]}\n" if frames else "") + f"full traceback: {log}"
 
 
 Recorded = Mapping[str, Any]  # backend → dump of its recorder
@@ -174,7 +164,7 @@ def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int], hosts: S
     `recorded` is rank → dumps; `silent` are the ranks that have not reported; `hosts` are the host names of all ranks,
     if they are known.
     """
-    found = [each for group in _groups(recorded) if (each := _explain(_calls(recorded, group), silent, hosts))]
+    found = [each for calls in _calls_of_groups(recorded) if (each := _explain(calls, silent, hosts))]
     return min(found)[2] if found else ""
 
 
@@ -204,36 +194,17 @@ def _explain(
     return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect {suspects}"
 
 
-def _groups(recorded: Mapping[int, Recorded]) -> set[tuple[str, str]]:
-    """Return the groups of ranks that have entered collectives, as (backend, name)."""
-    return {
-        (backend, entry["process_group"][0])
-        for dumps in recorded.values()
-        for backend in dumps
-        for entry in _entries(dumps, backend)
-    }
-
-
-def _calls(recorded: Mapping[int, Recorded], group: tuple[str, str]) -> dict[int, list[Call]]:
-    """Return rank → its recorded collectives in a group, for the ranks that have any."""
-    backend, name = group
-    calls = {
-        rank: [
-            Call(
-                entry["collective_seq_id"],
-                entry["collective"],
-                entry["time_created_ns"],
-                entry["retired"] or entry["state"] == "completed",
-                entry["side"],
-            )
-            for entry in _entries(dumps, backend)
-            if entry["process_group"][0] == name
-        ]
-        for rank, dumps in recorded.items()
-    }
-    return {rank: of_rank for rank, of_rank in calls.items() if of_rank}
-
-
-def _entries(dumps: Recorded, backend: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the collectives in the dump of a backend; sends and receives have numbers of their own."""
-    return (entry for entry in dumps.get(backend, {}).get("entries", []) if not entry["is_p2p"])
+def _calls_of_groups(recorded: Mapping[int, Recorded]) -> Iterable[Mapping[int, Sequence[Call]]]:
+    """Return, for each group of ranks, rank → the collectives that it has entered there."""
+    groups: dict[tuple[str, str], dict[int, list[Call]]] = {}
+    for rank, dumps in recorded.items():
+        for backend, dump in dumps.items():
+            for entry in dump.get("entries", []):
+                if entry["is_p2p"]:  # sends and receives have numbers of their own
+                    continue
+                done = entry["retired"] or entry["state"] == "completed"
+                call = Call(
+                    entry["collective_seq_id"], entry["collective"], entry["time_created_ns"], done, entry["side"]
+                )
+                groups.setdefault((backend, entry["process_group"][0]), {}).setdefault(rank, []).append(call)
+    return groups.values()

@@ -92,12 +92,14 @@ class World:
         if topology.device == "cuda":
             device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
             torch.cuda.set_device(device)
-            bind_near(pci_address(device))
+            gpu: Any = torch.cuda.get_device_properties(device)
+            bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")  # as /sys has it
             backend = "cpu:gloo,cuda:nccl"
         else:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
-        timeout = collective_timeout(plan)
+        # Longer than the watchdogs wait, because they report where each rank is: it applies if none of them can run.
+        timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
         if not dist.is_initialized():
             tcp_store = tcp_store or wait_for_ranks(plan, rank, timeout, stop)
             # A rank gets all addresses in one request: else one TCPStore answers n² of them in each group.
@@ -196,20 +198,6 @@ class World:
             if known and (known.bf16 or dtype == torch.float16):
                 return known.flops
         return matrix_rate(self.device, dtype)
-
-
-def collective_timeout(plan: Plan) -> timedelta:
-    """Return how long a collective may take.
-
-    It is longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
-    """
-    return timedelta(seconds=4 * plan.recipe.launch.timeout_s)
-
-
-def pci_address(device: torch.device) -> str:
-    """Return the address of a GPU as /sys has it: 0000:1b:00.0."""
-    card: Any = torch.cuda.get_device_properties(device)
-    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
 def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:

@@ -23,9 +23,7 @@ RELIES_ON = {
         "cc2a17ca7325": "2.13.0",
         "9bf759c3863e": "2.15.0",
     },
-    # Used as they are: by preflight,
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported.default": {"05801fadec7e": "2.11.0 2.13.0 2.15.0"},
-    # by step,
+    # Used as they are: by step,
     "torch.ops.aten._foreach_norm.Scalar": {"ff49023321db": "2.11.0 2.13.0 2.15.0"},
     "torch.ops.aten._foreach_mul_.Tensor": {"818f5da5f297": "2.11.0 2.13.0 2.15.0"},
     "torch.optim.adam._fused_adam": {"dd842506bfd8": "2.11.0 2.13.0 2.15.0"},  # what it does with `found_inf`

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,15 +83,12 @@ class PreparedModel:
 def slow_dtype_note(plan: Plan) -> str | None:
     """Return a note on a plan that computes in a 16-bit dtype on a CPU, unless this one has instructions for it."""
     dtype = plan.recipe.fsdp.mixed_precision.param_dtype
-    lacking = {
-        "bfloat16": not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "this CPU has no instructions for bfloat16",
-        "float16": "few CPUs have instructions for float16",
-    }
-    if plan.topology.device != "cpu" or not (reason := lacking.get(dtype)):
+    has_bfloat16 = torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "SVE"))
+    if plan.topology.device != "cpu" or dtype == "float32" or (dtype == "bfloat16" and has_bfloat16):
         return None
     return (
-        f"{reason}: without them matrix products take up to 70 times as long as in float32; set "
-        "fsdp.mixed_precision.param_dtype=float32"
+        f"this CPU may have no instructions for {dtype}: without them matrix products take up to 70 times as long as "
+        "in float32; set fsdp.mixed_precision.param_dtype=float32"
     )
 
 
@@ -135,7 +132,53 @@ def prepare_model(
     available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
     with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
         check_size(plan, config, available)
-    return _prepare(plan, config, prefers_cudnn, files or [])
+    # The model as its files describe it; where they differ from the configuration, that is changed.
+    plan, bare = choose_attention(plan, config, prefers_cudnn)
+    files = files or []
+    problems: list[Problem] = []
+    carried: list[str] = []
+    notes: list[str] = []
+    with _collected(problems):
+        if plan.pretrained and not files and Path(str(plan.recipe.model.id)).is_dir():
+            files = safetensors_files(plan)
+        if files and (notes := fit_config(config, bare, plan, files)):
+            plan, bare = choose_attention(plan, config, prefers_cudnn)
+    # The model as it is trained: with adapters, and with what is frozen.
+    trained = bare
+    with _collected(problems):
+        if plan.freezes:
+            trained = freeze(
+                skeleton(config, plan.recipe.model, plan.recipe.fsdp.mixed_precision.param_dtype), plan.recipe
+            )
+        if plan.recipe.adapter.from_ is not None:
+            check_adapter_file(trained, Path(plan.recipe.adapter.from_))
+            if files:
+                check_copies(trained, bare, plan, files)
+    units: list[Unit] = []
+    with _collected(problems):
+        units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
+        check_experts_in_one_unit(trained, units)
+    # Each check reports its own problems: all of them are shown at once.
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_beside_text(trained),
+        lambda: check_added_rows(plan, trained),
+        lambda: check_base_config(plan, config),
+        lambda: check_dtypes(bare, plan),
+        lambda: layers_in_float8(trained, plan.recipe),
+        lambda: check_forward(plan, bare),
+        lambda: check_documents(plan, config, bare),
+        lambda: check_buffers(plan, config, bare),
+    )
+    for check in checks:
+        with _collected(problems):
+            check()
+    with _collected(problems):
+        if files:
+            names = check_weights(bare, plan, files)
+            carried, notes = names.carried, [*notes, *names.notes]
+    if problems:
+        raise RecipeError(problems)
+    return PreparedModel(plan, config, bare, trained, units, carried, notes)
 
 
 SKELETONS = 3  # at the same time: the model as its files describe it, with adapters, and in a probe
@@ -175,55 +218,6 @@ def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
     made = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
     buffers = sum(each.nbytes for each in made.buffers() if not each.is_meta)
     return SKELETONS * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
-
-
-def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None, files: list[str]) -> PreparedModel:
-    """Do what `prepare_model` does with a configuration, which is changed where the files of the weights differ."""
-    plan, bare = choose_attention(plan, config, prefers_cudnn)
-    problems: list[Problem] = []
-    carried: list[str] = []
-    notes: list[str] = []
-    with _collected(problems):
-        if plan.pretrained and not files and Path(str(plan.recipe.model.id)).is_dir():
-            files = safetensors_files(plan)
-        if files and (notes := fit_config(config, bare, plan, files)):
-            plan, bare = choose_attention(plan, config, prefers_cudnn)
-    trained = bare
-    with _collected(problems):
-        if plan.freezes:
-            trained = freeze(
-                skeleton(config, plan.recipe.model, plan.recipe.fsdp.mixed_precision.param_dtype), plan.recipe
-            )
-        if plan.recipe.adapter.from_ is not None:
-            check_adapter_file(trained, Path(plan.recipe.adapter.from_))
-            if files:
-                check_copies(trained, bare, plan, files)
-    with _collected(problems):
-        check_beside_text(trained)
-    with _collected(problems):
-        check_added_rows(plan, trained)
-    with _collected(problems):
-        check_base_config(plan, config)
-    with _collected(problems):
-        units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)
-        check_experts_in_one_unit(trained, units)
-    with _collected(problems):
-        check_dtypes(bare, plan)
-    with _collected(problems):
-        layers_in_float8(trained, plan.recipe)
-    with _collected(problems):
-        check_forward(plan, bare)
-    with _collected(problems):
-        check_documents(plan, config, bare)
-    with _collected(problems):
-        check_buffers(plan, config, bare)
-    with _collected(problems):
-        if files:
-            names = check_weights(bare, plan, files)
-            carried, notes = names.carried, [*notes, *names.notes]
-    if problems:
-        raise RecipeError(problems)
-    return PreparedModel(plan, config, bare, trained, units, carried, notes)
 
 
 @contextlib.contextmanager

@@ -184,8 +184,11 @@ def gpu_fault(
 
     `build` is the version of CUDA that torch was built for.
     """
-    if fault := rocm_fault(gpus):
-        return fault
+    if torch.version.hip and gpus:
+        return (
+            f"torch {torch.__version__} is a build for AMD GPUs (ROCm), which fsdptrain does not support: train on "
+            "NVIDIA GPUs with torch's build for CUDA, or on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
     workers = topology.nproc_per_node
     if topology.joined and gpus == 1:  # Slurm and MPI may show each worker its own GPU only
         workers = 1
@@ -205,16 +208,6 @@ def gpu_fault(
             "train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
     return None
-
-
-def rocm_fault(gpus: int, hip: str | None = torch.version.hip) -> str | None:
-    """Return why GPUs that torch sees cannot be used: they are AMD's. `hip` is the version of a build for them."""
-    if not hip or not gpus:
-        return None
-    return (
-        f"torch {torch.__version__} is a build for AMD GPUs (ROCm, HIP {hip}), which fsdptrain does not support: train "
-        "on NVIDIA GPUs with torch's build for CUDA, or on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-    )
 
 
 def prepare_inputs(session: Session) -> Inputs:
@@ -460,13 +453,6 @@ def report_start(
         print(f"the first row{of}, trained parts in ⟦ ⟧:\n{corpus.show(inputs.tokenizer)}\n", flush=True)
 
 
-def source_shares(plan: Plan, stream: Stream) -> dict[str, dict[str, float]]:
-    """Return the shares of a mixture's sources in the tokens that are read, by name, under `shares`."""
-    if not plan.recipe.data.sources:
-        return {}
-    return {"shares": {s.name: share for s, share in zip(plan.sources, stream.token_shares(), strict=True)}}
-
-
 def start_fields(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
@@ -483,6 +469,9 @@ def start_fields(
         *plan.length_notes(len(stream)),
         warmup_note(sizes.total_steps, recipe.optim, recipe.schedule),
     ]
+    data: dict[str, Any] = dict(stream.corpus.notes)
+    if recipe.data.sources:
+        data["shares"] = {s.name: share for s, share in zip(plan.sources, stream.token_shares(), strict=True)}
     return {
         "parameters": sizes.counts.all,
         **({"trainable": sizes.counts.trained} if plan.freezes else {}),
@@ -499,7 +488,7 @@ def start_fields(
         "blocks": len(stream),
         "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
-        "data": {**stream.corpus.notes, **source_shares(plan, stream)},
+        "data": data,
         "notes": [note for note in notes if note],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

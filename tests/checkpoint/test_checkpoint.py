@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from broken_saves import flip, when_synced
 from conftest import FaultTable
+from ranks import build, curve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
@@ -49,6 +52,7 @@ from fsdptrain.run_folder.ownership import write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.train import trainer
 
 FAULTS = (
     "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
@@ -66,7 +70,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2, train__steps=len(FAULTS))
     (tmp / "run").mkdir()
     RunDir(tmp / "run").plan.write_text(make_plan(load(recipe), Topology("cpu", 1, 2)).to_json())
-    return tmp, on_ranks(2, "saves", tmp / "ranks", recipe=str(recipe), faults=list(FAULTS))
+    return tmp, on_ranks(2, save_into_faults, tmp / "ranks", recipe=str(recipe), faults=list(FAULTS))
 
 
 @pytest.fixture
@@ -665,3 +669,42 @@ def test_the_copies_of_a_model_share_what_they_write(copies: int) -> None:
         assert sorted(written) == sorted(shards.keys() - (set() if first else {"buffer"}))
         sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
         assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def save_into_faults(recipe: str, faults: list[str]) -> dict[str, Any]:
+    """Save at steps 1, 2, …, each time with another fault of tests/broken_saves.py.
+
+    Returns for each fault what was raised, what is in the folder then, and whether the save was reported. `at the
+    start` is what a full disk raises before the first step, `resumed` the step that a resume takes up at the end.
+    """
+    import broken_saves as injected
+
+    found: dict[str, Any] = {}
+    # The full disk must be refused before any state is loaded, so `load_state` is not callable.
+    with injected.disk_is_full_already(), patch.object(trainer, "load_state", None):
+        try:
+            build(recipe, [])
+        except CheckpointError as refused:
+            found["at the start"] = str(refused)
+    run = build(recipe, [])
+    curve(run, 1)
+    reports: list[int] = []
+    run.checkpointer.write_event = lambda _, **fields: reports.append(fields["step"])
+    folder = run.checkpointer.rundir.checkpoints
+    for step, name in enumerate(faults, 1):
+        error = None
+        with getattr(injected, name)(run.checkpointer, step):
+            try:
+                run.checkpointer.save(step, run.engine.model, run.engine.optimizer, wait=step % 2 == 0)
+                run.checkpointer.wait()
+            except BaseException as raised:
+                error = [type(raised).__name__, str(raised)]
+        dist.barrier(run.world.side)
+        found[name] = {"error": error, "there": sorted(p.name for p in folder.iterdir()), "reported": step in reports}
+        dist.barrier(run.world.side)
+    with injected.newest_is_damaged(run.checkpointer), injected.disk_is_full_already():
+        found["resumed"] = build(recipe, []).engine.steps_made  # past its last step: no more room is needed
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import build, digest_of, watch
 from reference import OPTIMIZERS, batches_of, cosine_rates, largest_difference, plain_curve, stream_of
 from support import TINY, events, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -140,7 +141,7 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
 def test_skipped_steps_are_none_for_adam_also_after_a_resume(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, optim__lr=1e-3, train__steps=6)
     (tmp_path / "run").mkdir()
-    for rank in on_ranks(2, "skips", tmp_path / "ranks", recipe=str(recipe), overrides=[], at=4, steps=6):
+    for rank in on_ranks(2, skips, tmp_path / "ranks", recipe=str(recipe), overrides=[], at=4, steps=6):
         assert rank == {"skipped": [2, 4], "updates": 4, "plain": True, "resumed": True}
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step-00000004").skipped == 2
 
@@ -197,3 +198,52 @@ def test_all_copies_of_a_model_write_a_checkpoint_from_which_each_resumes(tmp_pa
     assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
     rest = on_ranks(2, "resume", tmp_path / "b", recipe=str(recipe), overrides=[], steps=STEPS)[0]
     assert (rest["first"], rest["curve"]) == (AT, whole["curve"][AT:])
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
+    """Skip steps 2 and 4, whose losses are NaN; save after step `at`, go on, and resume from there.
+
+    Returns the steps that were skipped, and whether this rank's part of the weights is in the end, bit for bit, that of
+    torch's AdamW that is given the gradients and rates of the other steps only (`plain`), and whether weights and state
+    are those of the resumed run (`resumed`).
+    """
+    overrides, events = [*overrides, "train.on_nonfinite=skip", "train.max_skipped=1"], []  # in a row
+    run = build(recipe, overrides)
+    watch(run, events, late=False, bad=(1, 3))
+    optimizer = run.engine.optimizer
+    groups = [{**group, "params": [part.clone() for part in group["params"]]} for group in optimizer.param_groups]
+    update, updates = optimizer.step, []
+
+    def recorded() -> None:
+        if not optimizer.found_inf:  # type: ignore[attr-defined]
+            gradients = [[part.grad.clone() for part in group["params"]] for group in optimizer.param_groups]
+            updates.append((optimizer.param_groups[0]["lr"], gradients))
+        update()
+
+    optimizer.step = recorded  # type: ignore[method-assign, assignment]
+    for step in range(steps):
+        run.step(step)
+        if step + 1 == at:
+            run.checkpointer.save(at, run.engine.model, optimizer, wait=True)
+    run.prefetch.close()
+    resumed = build(recipe, overrides)
+    for step in range(resumed.engine.steps_made, steps):
+        resumed.step(step)
+    resumed.prefetch.close()
+    plain = torch.optim.AdamW(groups)
+    for lr, gradients in updates:
+        for group, grads in zip(plain.param_groups, gradients, strict=True):
+            group["lr"] = lr
+            for part, grad in zip(group["params"], grads, strict=True):
+                part.grad = grad
+        plain.step()
+    pairs = zip(plain.param_groups, optimizer.param_groups, strict=True)
+    return {
+        "skipped": [event[1] for event in events if event[0] == "skip"],
+        "updates": len(updates),
+        "plain": all(all(map(torch.equal, own["params"], found["params"])) for own, found in pairs),
+        "resumed": resumed.engine.steps_made == at and digest_of(resumed) == digest_of(run),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -11,9 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import build, curve
 from safetensors.torch import save_file
 from support import as_nobody, on_ranks, write_recipe
 from typer.testing import CliRunner
@@ -36,7 +41,7 @@ from fsdptrain.cli import app
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.reader import load
 from fsdptrain.data.cache import cached_folder, is_intact
-from fsdptrain.errors import RecipeError, StorageError
+from fsdptrain.errors import CheckpointError, RecipeError, StorageError
 from fsdptrain.launch.run_lock import _wait_for_plan
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
@@ -45,6 +50,7 @@ from fsdptrain.report.status import list_runs
 from fsdptrain.run_folder.files import system_errors
 from fsdptrain.run_folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.terminal.screen import Screen
 
 FILE = "rank-00001.safetensors"
@@ -197,7 +203,7 @@ def test_an_old_checkpoint_that_cannot_be_read_is_neither_counted_nor_removed(ru
 
 def test_a_resume_renames_nothing_if_one_rank_cannot_read(folder: Path) -> None:
     recipe = write_recipe(folder)
-    found = on_ranks(2, "resume_without_rights", folder / "ranks", recipe=str(recipe))
+    found = on_ranks(2, resume_without_rights, folder / "ranks", recipe=str(recipe))
     for seen in found:
         assert "rank 1: " in seen["unreadable"] and "(errno 13, EACCES)" in seen["unreadable"]
         assert re.search(r"rank 1: .*step-00000004 does not exist on \S+, and rank 0 lists it", seen["not mounted"])
@@ -266,3 +272,40 @@ def test_a_plan_that_a_node_cannot_read_is_not_called_missing(run: RunDir) -> No
     run.plan.chmod(0)
     with as_nobody(), pytest.raises(StorageError, match=r"/plan.json cannot be read: .*\(errno 13, EACCES\)"):
         _wait_for_plan(make_plan(recipe, Topology("cpu", 2, 1, endpoint="host-0:29500")), run)
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def resume_without_rights(recipe: str) -> dict[str, Any]:
+    """Save steps 2 and 4, and resume when rank 1 may not read, and does not see, the newest checkpoint."""
+    run, found = build(recipe, []), dict[str, Any]()
+    checkpointer, model, optimizer = run.checkpointer, run.engine.model, run.engine.optimizer
+    for step in (2, 4):
+        curve(run, step, step - 2)
+        checkpointer.save(step, model, optimizer, wait=True)
+    folder = checkpointer.rundir.checkpoint(4)
+
+    def refusal() -> str:
+        try:
+            return f"resumed from step {checkpointer.load_newest(model, optimizer)}"
+        except CheckpointError as error:
+            return str(error)
+
+    if run.world.rank == 0:
+        for path in (folder / "rank-00000.safetensors", folder / "rank-00001.safetensors"):
+            path.chmod(0)
+    dist.barrier(run.world.side)
+    with as_nobody() if run.world.rank == 1 else contextlib.nullcontext():
+        found["unreadable"] = refusal()
+    dist.barrier(run.world.side)
+    if run.world.rank == 0:
+        for path in folder.iterdir():
+            path.chmod(0o644)
+    dist.barrier(run.world.side)
+    elsewhere = open_storage(None, checkpointer.rundir.root / "elsewhere")
+    with patch.object(checkpointer, "storage", elsewhere if run.world.rank == 1 else checkpointer.storage):
+        found["not mounted"] = refusal()
+    found["resumed"] = checkpointer.load_newest(model, optimizer)
+    found["names"] = sorted(path.name for path in checkpointer.rundir.checkpoints.iterdir())
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import build, curve, local
 from simulated import SMALL, config_of, named, on_fake, plan_of
 from support import TESTS, on_ranks, python, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,7 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
 from fsdptrain.forecast.trace import HOST, Alloc, Kernel, Moment, Synchronize, Trace
+from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model.adapters import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
@@ -201,7 +203,7 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
         tmp_path, model__config={**SMALL, "num_hidden_layers": 2}, data__seq_len=128, data__packing="none",
         train__micro_batch_size=2, train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
     )  # fmt: skip
-    found = on_ranks(2, "accounts", tmp_path / "out", recipe=str(recipe), variants=RANKED)
+    found = on_ranks(2, accounts, tmp_path / "out", recipe=str(recipe), variants=RANKED)
     for name, overrides in RANKED.items():
         plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
         trace = on_fake(plan)
@@ -421,3 +423,84 @@ def test_plans_of_one_model_are_forecast_from_one_configuration_and_one_skeleton
     assert answers[0]["model_flops"] == answers[1]["model_flops"] > 0
     server.answer(job | {"plan": plan_of(tmp_path, world=2, data__seq_len=128).to_json()}, known)
     assert built["load_config"] == 2, "a configuration is checked against seq_len"
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+loss_chunks = chunked_loss.loss_chunks
+
+
+def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what torch's profiler records of a step of each variant: memory, and collectives with their bytes.
+
+    gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one. Where gloo's
+    thread is the last to let go of a buffer, its release is not seen: so the peak is found between two bounds.
+    """
+    found = {}
+    chunked_loss.loss_chunks = loss_chunks
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        curve(run, 1)
+        held = [*run.engine.model.parameters(), *run.engine.model.buffers()]
+        held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
+        with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
+            for step in range(1, 3):
+                with torch.profiler.record_function("one step"):
+                    curve(run, step + 1, step)
+        results = profiler.profiler.kineto_results
+        spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in results.events() if e.name() == "one step"]
+        changes = sorted(allocations(results.experimental_event_tree()))
+        least, most = zip(*(bounds([c for c in changes if a <= c[0] <= b]) for a, b in spans), strict=True)
+        calls, gloo = collectives([e for e in results.events() if spans[-1][0] <= e.start_ns() <= spans[-1][1]])
+        base = sum(storages.values())
+        found[name] = {"peak": [base + max(least), base + min(most)], "calls": calls, "gloo": gloo}
+    return found
+
+
+def collectives(events: Any) -> tuple[list[Any], list[Any]]:
+    """[kind, bytes of the full buffer] of what torch called, and [name, bytes] of what gloo then did."""
+    width = {"float": 4, "c10::BFloat16": 2, "double": 8}
+    kinds = {
+        "c10d::_allgather_base_": ("all-gather", 0), "c10d::alltoall_base_": ("reduce-scatter", 1),
+        "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
+    }  # fmt: skip
+    calls, gloo = [], []
+    for event in events:
+        if event.name() in kinds:
+            kind, place = kinds[event.name()]
+            shape = [0] if place is None else event.shapes()[place]
+            kind = "all-to-all" if len(shape) > 1 else kind  # of ranks that share rows
+            calls.append([kind, None if place is None else math.prod(shape) * width[event.dtypes()[place]]])
+        elif event.name().startswith("gloo:"):
+            gloo.append([event.name(), math.prod(event.shapes()[0]) * width[event.dtypes()[0]]])
+    return calls, gloo
+
+
+def allocations(events: Any) -> Any:
+    """(time, thread, address, bytes asked for or given back) of every allocation in a tree of profiler events."""
+    for event in events:
+        if event.tag.name == "Allocation":
+            yield event.start_time_ns, event.start_tid, event.extra_fields.ptr, event.extra_fields.alloc_size
+        yield from allocations(event.children)
+
+
+def bounds(changes: Any) -> tuple[int, int]:
+    """Between what the peak of this thread's allocations lies: without, and with, what was never seen to be freed."""
+    freed, follows = [], {}  # whether each is a release, or an allocation that one follows at its address
+    for _, _, address, size in reversed(changes):
+        freed.append(size < 0 or follows.get(address, 1) < 0)
+        follows[address] = size
+    levels, peaks, mine = [0, 0], [0, 0], {}
+    for (_, thread, address, size), seen in zip(changes, reversed(freed), strict=True):
+        if size > 0 and thread == 1:
+            mine[address] = seen
+        elif address not in mine:
+            continue
+        levels[0] += size if mine[address] else 0
+        levels[1] += size
+        peaks = [max(pair) for pair in zip(peaks, levels, strict=True)]
+        if size < 0:
+            del mine[address]
+    return peaks[0], peaks[1]

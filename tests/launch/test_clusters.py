@@ -74,7 +74,7 @@ def test_the_image_copies_what_exists_and_runs_the_command() -> None:
     assert lines[-1] == 'ENTRYPOINT ["fsdptrain"]'
 
 
-@pytest.mark.parametrize("name", ["docker-run.sh", "hosts.sh"])
+@pytest.mark.parametrize("name", ["docker-run.sh", "hosts.sh", "job.sbatch"])
 def test_a_script_has_no_fault_that_shellcheck_knows(name: str) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     if not shellcheck.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import json
@@ -178,7 +179,7 @@ def test_a_rank_that_goes_on_does_not_hang_however_long_it_was_stalled(which: st
     recipe = write_recipe(tmp_path, launch__timeout_s=8)
     stalls = [(before, seconds, False) for before, seconds in STALLS_S[which]]
     stalls += [(0.0, seconds, True) for seconds in (5.0, 7.5, 11.0)]  # the last one is longer than the alarm
-    found = on_ranks(len(stalls), "stall", tmp_path / "ranks", recipe=str(recipe), stalls=stalls)
+    found = on_ranks(len(stalls), stall, tmp_path / "ranks", recipe=str(recipe), stalls=stalls)
     assert [any(hung) for hung in found] == [False] * len(stalls)
 
 
@@ -607,3 +608,34 @@ def test_only_whole_lines_are_left_of_a_log(text: str, tmp_path: Path) -> None:
     rundir.metrics.write_text(text)
     cut_partial_lines(rundir)
     assert rundir.metrics.read_text() == text[: text.rfind("\n") + 1]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
+    """Stall between two resets of the watchdog; return after which of the next ones this rank counts as hung.
+
+    `stalls` has for each rank the seconds in which it makes progress before, those of the stall, and whether it holds
+    the interpreter lock meanwhile.
+    """
+    written = load(Path(recipe))
+    plan, rank = make_plan(written, find_topology(written.recipe, {})), int(os.environ["RANK"])
+    found = []
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
+    with Watchdog(plan, rank) as watchdog:
+        watchdog.begin(1)
+        before_s, seconds, holding_the_gil = stalls[rank]
+        watchdog.reset(step_done=True)
+        time.sleep(before_s)
+        watchdog.reset()
+        if holding_the_gil:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        else:
+            time.sleep(seconds)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            watchdog.reset()
+            found.append(bool(hung_ranks(plan.rundir, 1, [rank])))
+            time.sleep(0.05)
+    return found

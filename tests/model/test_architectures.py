@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import KINDS, small_config
+from ranks import build
 from reference import plain_log_probs, stream_of
 from safetensors.torch import load_file
 from support import TINY, on_ranks, write_pairs, write_recipe
@@ -247,7 +248,7 @@ def test_each_answer_of_a_pair_is_computed_as_if_it_were_alone(kinds: Sequence[s
         data={"path": str(tmp_path / "pairs.jsonl"), "format": "preference", "seq_len": 192, "packing": "none"},
         train={"objective": "dpo", "global_batch_size": 4, "micro_batch_size": 2, "loss": "plain"},
     )  # fmt: skip
-    [found] = on_ranks(1, "pairs_alone", tmp_path / "rank", 1800, recipe=str(recipe), variants=variants)
+    [found] = on_ranks(1, pairs_alone, tmp_path / "rank", 1800, recipe=str(recipe), variants=variants)
     refused = {kind: message for kind, message in found.items() if isinstance(message, str)}
     corpus, worst = stream_of(recipe)[0].corpus, dict[str, float]()
     for kind in kinds:
@@ -257,3 +258,17 @@ def test_each_answer_of_a_pair_is_computed_as_if_it_were_alone(kinds: Sequence[s
         print(f"{kind:24} {refused.get(kind) or f'{worst[kind]:.0e}'}", flush=True)
     assert not {kind: value for kind, value in worst.items() if value > 1e-5}
     assert not refused.keys() & {*APART} and not [text for text in refused.values() if "packing=none" in text]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def pairs_alone(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return of each variant the log-probability of every answer at the start; of a refused variant the message."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        try:
+            found[name] = build(recipe, overrides).stream.corpus.parts[0].reference.tolist()
+        except RecipeError as error:
+            found[name] = str(error)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
+from ranks import build, curve
 from simulated import SMALL, on_fake, plan_of
 from support import TINY, on_ranks, python, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
@@ -206,7 +209,7 @@ def trained(steps: int, tmp: Path, *more: str) -> tuple[dict[str, Any], dict[str
     variants = {name: [*words, f"output_dir={tmp / name}"] for name, words in kinds.items()}
     alone = {"rowwise": [*kinds["rowwise"], f"output_dir={tmp / 'alone'}"]}
     found = [
-        on_ranks(world, "in_float8", tmp / str(world), 3000, recipe=str(recipe), variants=chosen, steps=steps)[0]
+        on_ranks(world, in_float8, tmp / str(world), 3000, recipe=str(recipe), variants=chosen, steps=steps)[0]
         for world, chosen in ((1, alone), (2, variants))
     ]
     return found[0], found[1]
@@ -220,9 +223,9 @@ def farthest(curve: Any, other: Any) -> float:
 def assert_trains_as_bf16(alone: dict[str, Any], found: dict[str, Any], limit: float) -> None:
     """Check losses and gradient norms: near those in bf16 but not the same, the same after a resume."""
     curves = {name: variant["curve"] for name, variant in found.items()}
-    for name, curve in curves.items():
-        losses = " ".join(f"{loss:.4f}" for loss, _ in curve[:: max(1, len(curve) // 5)])
-        print(f"{name}: losses {losses} {curve[-1][0]:.4f}, farthest from bf16 {farthest(curve, curves['bf16']):.1e}")
+    for name, made in curves.items():
+        losses = " ".join(f"{loss:.4f}" for loss, _ in made[:: max(1, len(made) // 5)])
+        print(f"{name}: losses {losses} {made[-1][0]:.4f}, farthest from bf16 {farthest(made, curves['bf16']):.1e}")
     assert len({variant["start"] for variant in found.values()}) == 1, "the first weights depend on float8"
     for name, variant in found.items():
         assert variant["resumed"] == variant["curve"][len(variant["curve"]) // 2 :], f"{name}: a resume changes it"
@@ -256,3 +259,27 @@ def test_curves_over_200_steps_are_near_those_in_bf16(tmp_path: Path) -> None:
     alone, found = trained(200, tmp_path, selective, "train.compile=true")
     assert_trains_as_bf16(alone, found, limit=1e-2)
     assert found[selective]["curve"] == found["rowwise"]["curve"], "recomputation changes what is computed"
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Train each variant, resume it in the middle, and export it; return curves and a digest of the first weights.
+
+    `start` is that digest, `curve` the whole curve, `resumed` its second half from the checkpoint in the middle.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        start, model = hashlib.sha256(), run.engine.model
+        for param in model.parameters():
+            start.update(param.detach().full_tensor().numpy().tobytes())
+        made = curve(run, steps // 2)
+        run.checkpointer.save(steps // 2, model, run.engine.optimizer, wait=True)
+        made += curve(run, steps, steps // 2)
+        resumed = build(recipe, overrides)
+        rest = curve(resumed, steps, resumed.engine.steps_made)
+        export_live(model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
+        found[name] = {"start": start.hexdigest(), "curve": made, "resumed": rest}
+    return found

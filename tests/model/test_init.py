@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import KINDS, VOCABULARY, small_config
+from ranks import build
 from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -90,7 +91,7 @@ def test_every_rank_holds_what_was_drawn(tmp_path: Path) -> None:
         config = {key: value for key, value in config.items() if not key.endswith("token_id")}  # the tokenizer decides
         variants[kind] = [f"model.config={json.dumps(config)}", "model.attn_implementation=eager", *others]
     recipe = write_recipe(tmp_path, model={"tokenizer": {"train": VOCABULARY}, "init": "random"})
-    found = on_ranks(2, "moments", tmp_path / "ranks", recipe=str(recipe), variants=variants)[0]
+    found = on_ranks(2, moments, tmp_path / "ranks", recipe=str(recipe), variants=variants)[0]
     for kind in kinds:
         torch.manual_seed(1)
         config = small_config(kind, tie_word_embeddings=True)
@@ -110,3 +111,24 @@ def test_a_parameter_that_nothing_initialises_is_rejected(monkeypatch: pytest.Mo
     monkeypatch.setattr(modeling_llama, "LlamaMLP", ForgetfulMLP)
     with pytest.raises(RecipeError, match=r"does not initialise model.layers.0.mlp.scale \(ForgetfulMLP\)"):
         as_we_draw("llama")
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
+    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name.
+
+    All of them are compared with the whole ones that are drawn, bit for bit.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        weights = {n: p.detach().full_tensor() for n, p in run.engine.model.named_parameters()}
+        mirror, drawn = run.inputs.prepared.bare, {}
+        for group in initial_weights(mirror, init_groups(mirror), run.plan.recipe):
+            drawn |= group
+        assert all(torch.equal(weight, drawn[n]) for n, weight in weights.items()), name
+        found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
+    return found

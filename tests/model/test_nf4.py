@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import re
+import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from architectures import small_config
 from peft import PeftModel
+from ranks import build, local
 from reference import OPTIMIZERS, in_nf4, largest_difference
 from simulated import on_fake, plan_of
 from support import ROOT, TINY, events, on_ranks, write_recipe
@@ -36,6 +42,7 @@ from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Counts, make_plan, varied
 from fsdptrain.plan.topology import Topology
+from fsdptrain.train import trainer
 
 bitsandbytes = import_quietly("bitsandbytes")
 
@@ -271,7 +278,7 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
         tmp_path, model={"id": "unset", "tokenizer": {"train": 512}, "dtype": "bfloat16"},
         adapter={"kind": "qlora", "r": 2}, export={"adapter": "merged", "dtype": "bfloat16", "compare": False},
     )  # fmt: skip
-    found = [rank["large"] for rank in on_ranks(2, "memory", tmp_path / "ranks", recipe=str(recipe), variants=variants)]
+    found = [rank["large"] for rank in on_ranks(2, memory, tmp_path / "ranks", recipe=str(recipe), variants=variants)]
     print(sizes, found)
     size = sizes["large"]
     for rank in found:
@@ -356,3 +363,60 @@ def test_adapters_resume_with_every_optimizer(
         for world, resumed in others.items():
             difference = max(largest_difference(resumed[name], found["curve"][2:]))
             assert difference < 1e-5, (name, world, difference)
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+class Memory(contextlib.AbstractContextManager["Memory"]):
+    """Finds by how many bytes this process's memory grows at most within a `with` block: `most`.
+
+    Counts anonymous memory, every 2 ms. Pages of files do not count: the kernel drops them when it needs memory.
+    """
+
+    def __enter__(self) -> Memory:
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger pieces are given back when they are freed
+        libc.malloc_trim(0)
+        self._start, self.most = self._now(), 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._ended.wait(0.002):
+            self.most = max(self.most, self._now() - self._start)
+
+    @staticmethod
+    def _now() -> int:
+        _, resident, of_files, *_ = Path("/proc/self/statm").read_text().split()
+        return (int(resident) - int(of_files)) * resource.getpagesize()
+
+
+def memory(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, int]]:
+    """Return by how many bytes this rank's memory grows at most while the weights of each variant are read: `load`.
+
+    `held` is what it has at the end of parameters, buffers and optimizer state, and `export` what it takes to export.
+    """
+    load_state, found = trainer.load_state, {}
+    for name, overrides in variants.items():
+        loading = Memory()
+
+        def measured(*arguments: Any, loading: Memory = loading) -> Any:
+            with loading:
+                return load_state(*arguments)
+
+        with patch.object(trainer, "load_state", measured):
+            run = build(recipe, overrides)
+        states = run.engine.optimizer.state.values()
+        held = [*run.engine.model.parameters(), *run.engine.model.buffers(), *(v for s in states for v in s.values())]
+        with Memory() as exporting:
+            assert run.export() is None
+        size = sum(local(tensor).nbytes for tensor in held)
+        found[name] = {"held": size, "load": loading.most, "export": exporting.most}
+    return found

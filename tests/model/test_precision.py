@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ import torch
 from architectures import KINDS, small_config
 from safetensors.torch import load_file
 from support import on_ranks, write_recipe
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
+from fsdptrain.model import weights
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import decoder_layers
 from fsdptrain.model.weights import place_buffers
+from fsdptrain.parallel import shard
 from fsdptrain.parallel.patches import takes_two_dtypes
+from fsdptrain.parallel.world import World
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
+from fsdptrain.processes import StopRequest
 
 LISTED = ["deepseek_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
 INPUTS = ["mpt", "olmo2", "mamba2"]  # inputs of their layers are float32, or must not be
@@ -57,7 +67,7 @@ def parities(kinds: list[str], world: int, tmp: Path) -> dict[str, Any]:
     for kind in kinds:
         write_model(kind, tmp / kind)
     recipe = write_recipe(tmp, model={"id": "unset", "tokenizer": {"train": 512}}, fsdp={}, train__loss="plain")
-    ranks = on_ranks(world, "parities", tmp / "ranks", recipe=str(recipe), kinds=kinds)
+    ranks = on_ranks(world, compare_architectures, tmp / "ranks", recipe=str(recipe), kinds=kinds)
     assert all(other == ranks[0] for other in ranks)
     return dict(ranks[0])
 
@@ -109,3 +119,58 @@ def test_exports_in_bf16_keep_what_transformers_keeps(tmp_path: Path) -> None:
             ours = load_file(tmp_path / f"{kind}-{master}" / "export" / "model.safetensors")
             assert theirs.keys() == ours.keys()
             assert all(theirs[n].dtype == ours[n].dtype and torch.equal(theirs[n], ours[n]) for n in theirs), kind
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def compare_architectures(recipe: str, kinds: list[str]) -> dict[str, Any]:
+    """How far logits and gradients of every architecture are from those of transformers' own bf16 model.
+
+    By architecture: the largest difference of logits over the largest logit, the largest difference of a gradient over
+    its norm, and whose; or, as a text, what was raised. All ranks have the same tokens, so that gradients are doubled.
+    """
+    written = load(Path(recipe))
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    world = World.start(plan, StopRequest())
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        try:
+            found[kind] = parity(kind, plan, world, Path(recipe).parent / kind)
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
+    """See `compare_architectures`; through the files in `folder`."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    if torch.__version__ >= (2, 15):  # FSDP does not round a gradient that a product with float32 gives a bf16 weight
+        for param in reference.parameters():
+            param.grad_dtype = None
+    config = AutoConfig.from_pretrained(folder)
+    plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
+    bare = skeleton(config, plan.recipe.model)
+    plan.recipe.fsdp.wrap = "auto" if decoder_layers(bare) else {"min_params": 20_000}
+    model, _ = shard.build(plan, config, world)
+    weights.read_weights(model, bare, plan, world.device, lambda *_: None)
+    ids = torch.arange(3, 35)[None]
+    logits = []
+    for one in (reference, model):
+        out = one.eval()(input_ids=ids, position_ids=torch.arange(32)[None], use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten().roll(-1)).backward()
+        logits.append(out.detach())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    expected = dict(reference.named_parameters())
+    off = [(0.0, "")]
+    for name, param in model.named_parameters():
+        ours, theirs = param.grad, expected[name].grad
+        assert (ours is None) == (theirs is None), f"gradient of {name}"
+        if ours is not None and theirs is not None:
+            wanted = theirs.float() * world.size
+            difference = (ours.full_tensor().float() - wanted).norm()
+            if difference:
+                off.append(((difference / wanted.norm()).item(), name))
+    return [((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item(), *max(off)]

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import build, curve
 from simulated import config_of, plan_of
 from support import TESTS, on_ranks, python, python_path, write_recipe
 from test_attention import Made, differentiated, inputs
@@ -348,7 +350,7 @@ OTHERS = {"full": ["fsdp.activation_checkpointing=full"], "not packed": ["data.p
 def test_real_ranks_make_the_curve_of_the_mask_path(variants: dict[str, list[str]], tmp_path: Path) -> None:
     """Everything is as in a run on GPUs, except that `obstacle` finds none on a CPU."""
     recipe = write_recipe(tmp_path, data__seq_len=96, train__global_batch_size=4)
-    found = on_ranks(2, "masked_and_apart", tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=2)[0]
+    found = on_ranks(2, masked_and_apart, tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=2)[0]
     for name, (masked, apart) in found.items():
         pairs = zip((x for step in masked for x in step), (x for step in apart for x in step), strict=True)
         difference = max(abs(a / b - 1) for a, b in pairs)
@@ -544,3 +546,20 @@ def test_a_simulated_step_has_no_mask(recomputation: str, tmp_path: Path) -> Non
     assert masked["masks"] > apart["masks"] == 0
     assert apart["bytes"] < masked["bytes"]
     assert apart["waits"] <= masked["waits"]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Return two curves of each variant, and evaluations after them: with masks, and in the varlen kernel."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        found[name] = []
+        for reason in ("masks", None):
+            with patch.object(attention, "obstacle", lambda *_, reason=reason: reason):
+                run = build(recipe, overrides)
+            assert varlen.used_by(run.engine.model) == (reason is None)
+            made = curve(run, steps)
+            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())[:2]])
+    return found

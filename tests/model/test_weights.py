@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -12,16 +13,21 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import small_config
 from broken_saves import when_synced
+from ranks import build, local
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from fsdptrain.checkpoint import load as loading
 from fsdptrain.checkpoint import writer as writers
 from fsdptrain.checkpoint.export_tensors import names_by_decoder_layer
 from fsdptrain.checkpoint.verify import INDEX
@@ -29,7 +35,8 @@ from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, tensors
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import safetensors_files
-from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.model import weights
 from fsdptrain.model.config import announced_mtp, load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state
@@ -37,6 +44,7 @@ from fsdptrain.model.weights import check_weights, fit_config, read_weights
 from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.train import trainer
 
 LLAMA = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
 
@@ -56,7 +64,7 @@ def test_the_ranks_of_a_copy_read_each_byte_once(tmp_path: Path) -> None:
         variants[name] = [f"model.id={tmp_path / name}/model", f"output_dir={tmp_path / name}/run", *words]
     recipe = write_recipe(tmp_path, model={"id": "unset", "tokenizer": {"train": 512}})
     resumed = ["in halves"]
-    ranks = on_ranks(4, "bytes_read", tmp_path / "ranks", recipe=str(recipe), variants=variants, resumed=resumed)
+    ranks = on_ranks(4, bytes_read, tmp_path / "ranks", recipe=str(recipe), variants=variants, resumed=resumed)
     for name, (_, of_copy, _) in cases.items():
         model = stored_bytes(tmp_path / name / "model")
         expected = {name: {"model": model, "checkpoint": 0}}
@@ -80,9 +88,7 @@ def test_random_weights_are_the_same_for_every_world_size(tmp_path: Path) -> Non
     recipe = write_recipe(tmp_path, model__config=LLAMA, train__global_batch_size=6)
     variants = {"full": [], "replicated": ["fsdp.strategy=NO_SHARD"], "by class": ["fsdp.wrap=[LlamaMLP]"]}
     found = [
-        on_ranks(world, "digests", tmp_path / str(world), recipe=str(recipe), variants=variants | {"seed": ["seed=1"]})[
-            0
-        ]
+        on_ranks(world, digests, tmp_path / str(world), recipe=str(recipe), variants=variants | {"seed": ["seed=1"]})[0]
         for world in (1, 3)  # an uneven split, too
     ]
     assert found[0] == found[1]
@@ -95,7 +101,7 @@ def test_copies_that_differ_at_the_start_are_rejected(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}})
     none, half = ["fsdp.strategy=NO_SHARD"], ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]
     variants = {"sound": half, "read weight": half, "drawn weight": [*none, "model.init=random"], "buffer": []}
-    found = on_ranks(4, "split_copies", tmp_path / "ranks", recipe=str(recipe), variants=variants)
+    found = on_ranks(4, split_copies, tmp_path / "ranks", recipe=str(recipe), variants=variants)
     assert all(other == found[0] for other in found) and found[0].pop("sound") is None
     for name, message in found[0].items():
         what = "model.rotary_emb.original_inv_freq" if "buffer" in name else "lm_head.weight"
@@ -486,3 +492,86 @@ def test_the_export_has_what_transformers_and_servers_read_of_the_files(tmp_path
         has_mtp = any("mtp." in key or ".layers.4." in key for key in after)
         assert bool(announced_mtp(config)) == has_mtp, "vLLM looks for what is announced"
         assert config.tie_word_embeddings == (name == "the head for both"), "vLLM drops a head that is tied"
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) -> dict[str, dict[str, int]]:
+    """Return the bytes of tensors that this rank reads, of the model's files and of a checkpoint's, when it starts.
+
+    Each variant is started; then those in `resumed` save a checkpoint and are started again. `held` is this rank's part
+    of the parameters.
+    """
+    read: dict[str, int] = {}
+
+    class CountingRows:
+        def __init__(self, rows: Any, kind: str) -> None:
+            self._rows, self._kind = rows, kind
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._rows, name)
+
+        def __getitem__(self, key: Any) -> Any:
+            tensor = self._rows[key]
+            read[self._kind] += tensor.nbytes
+            return tensor
+
+    class CountingFile(contextlib.AbstractContextManager[Any]):
+        def __init__(self, path: Any, framework: str) -> None:
+            self._file, self._kind = safe_open(path, framework), "checkpoint" if "checkpoints" in str(path) else "model"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def __exit__(self, *exception: object) -> None:
+            self._file.__exit__(*exception)
+
+        def get_slice(self, name: str) -> CountingRows:
+            return CountingRows(self._file.get_slice(name), self._kind)
+
+    weights.safe_open = loading.safe_open = CountingFile
+    found = {}
+    for name, overrides in variants.items():
+        read = {"model": 0, "checkpoint": 0}
+        run = build(recipe, overrides)
+        found[name] = read | {"held": sum(local(param).nbytes for param in run.engine.model.parameters())}
+        if name in resumed:
+            run.checkpointer.save(1, run.engine.model, run.engine.optimizer, wait=True)
+            read = {"model": 0, "checkpoint": 0}
+            build(recipe, overrides)
+            found[f"{name}, resumed"] = read
+    return found
+
+
+def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
+    """SHA-256 of all weights at the start, by name."""
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        digest = hashlib.sha256()
+        for param in run.engine.model.parameters():
+            digest.update(param.detach().full_tensor().numpy().tobytes())
+        found[name] = digest.hexdigest()
+    return found
+
+
+def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
+    """Flip a bit in a weight or a buffer of the last rank; return the error that each variant raises, or None."""
+    load_state, found = trainer.load_state, {}
+    for name, overrides in variants.items():
+
+        def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
+            loaded = load_state(model, *others)
+            tensors = {"weight": model.parameters, "buffer": model.buffers}
+            if dist.get_rank() == dist.get_world_size() - 1 and what in tensors:
+                local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
+            return loaded
+
+        with patch.object(trainer, "load_state", spoilt):
+            try:
+                build(recipe, overrides)
+                found[name] = None
+            except FsdptrainError as error:
+                found[name] = str(error)
+    return found

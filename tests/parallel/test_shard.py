@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.testing._internal.distributed.fake_pg
+from ranks import build, curve, gradients_of
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.schema import Fsdp, Model
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import decoder_layers, in_buckets, tied, units_of
 from fsdptrain.parallel.recompute import recompute
 from fsdptrain.parallel.shard import compile_layers
+from fsdptrain.plan.plan import varied
+from fsdptrain.train.nonfinite import find_sources
+from fsdptrain.train.prefetch import batches_of
 
 LAYERS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"
@@ -54,7 +61,7 @@ def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
     variants = {name: ["train.global_batch_size=4", "train.micro_batch_size=2", *o] for name, o in variants.items()}
     for name in ("accumulated", "kept, accumulated"):
         variants[name][0] = "train.global_batch_size=8"
-    return dict(on_ranks(2, "gathers", tmp_path_factory.mktemp("gathers"), recipe=str(recipe), variants=variants)[0])
+    return dict(on_ranks(2, gathers, tmp_path_factory.mktemp("gathers"), recipe=str(recipe), variants=variants)[0])
 
 
 def backward_of(log: list[str], layer: int) -> list[str]:
@@ -130,7 +137,7 @@ def inspected(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
         "compiled": ["train.compile=true"],
     }
     variants = {name: ["train.global_batch_size=4", *overrides] for name, overrides in variants.items()}
-    return on_ranks(2, "inspect", tmp_path_factory.mktemp("inspected"), recipe=str(recipe), variants=variants)
+    return on_ranks(2, inspect, tmp_path_factory.mktemp("inspected"), recipe=str(recipe), variants=variants)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> N
         for dtype, options in dtypes.items()
     }
     found = on_ranks(
-        2, "inspect", tmp_path, recipe=str(recipe), variants={**dtypes, **variants}, backend="inductor", timeout=900
+        2, inspect, tmp_path, recipe=str(recipe), variants={**dtypes, **variants}, backend="inductor", timeout=900
     )[0]
     for name in variants:
         dtype = name.partition(" ")[0]
@@ -250,7 +257,7 @@ def edges(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
         "FULL_SHARD": [], "NO_SHARD": ["fsdp.strategy=NO_SHARD"],
         "HYBRID_SHARD": ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1"],
     }  # fmt: skip
-    return on_ranks(2, "edge_cases", tmp_path_factory.mktemp("edges"), recipe=str(recipe), variants=variants)
+    return on_ranks(2, edge_cases, tmp_path_factory.mktemp("edges"), recipe=str(recipe), variants=variants)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
@@ -377,3 +384,169 @@ def test_a_skeleton_has_no_weights_and_real_buffers(kind: str) -> None:
     assert buffers.keys() == dict(model.named_buffers()).keys() and buffers
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert len(decoder_layers(model)) == TINY["num_hidden_layers"]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`.
+
+    `NAME, recorded` has the collectives of the same step, as a hang report names them.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
+
+    log: list[str] = []
+    names: dict[int, str] = {}  # id of a module → the unit it is in
+    issue, reduce = group_module.foreach_all_gather, group_module.FSDPParamGroup.post_backward
+
+    def logged_issue(params: Any, *args: Any, **kwargs: Any) -> Any:
+        log.append(f"gather {names.get(id(params[0]._module_info.module))}")
+        return issue(params, *args, **kwargs)
+
+    def logged_reduce(self: Any, *args: Any) -> Any:
+        log.append(f"reduce {names.get(id(self.fsdp_params[0]._module_info.module))}")
+        return reduce(self, *args)
+
+    group_module.foreach_all_gather = logged_issue
+    group_module.FSDPParamGroup.post_backward = logged_reduce
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        names |= {id(run.engine.model.model.embed_tokens): "embedding", id(run.engine.model.lm_head): "head"}
+        names |= {id(run.engine.model.model.norm): "head"}
+        for number, layer in enumerate(run.engine.model.model.layers):
+            names |= {id(module): str(number) for module in layer.modules()}
+            layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))
+            layer.mlp.register_full_backward_hook(
+                lambda *_, n=number: log.append(f"backward {n}")
+            )  # half of it is done
+        curve(run, 1)
+        log.clear()
+        before = len(recorded())
+        curve(run, 2, 1)
+        found[name] = list(log)
+        found[f"{name}, recorded"] = recorded()[before:]
+    return found
+
+
+def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
+    """Return the sharded model of each variant after two steps, and their curve.
+
+    `graphs` counts what was compiled in the first step and in the second, with this backend.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        counters.clear()
+        with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+            run = build(recipe, overrides)
+            made = curve(run, 1)
+            graphs = counters["stats"]["unique_graphs"]
+            made += curve(run, 2, 1)
+        model, optimizer = run.engine.model, run.engine.optimizer
+        found[name] = {
+            "curve": made,
+            "graphs": [graphs, counters["stats"]["unique_graphs"] - graphs],
+            "params": sorted({f"{p.dtype} {p.device}" for p in model.parameters()}),
+            "state": sorted({f"{v.dtype} {v.device}" for s in optimizer.state.values() for v in s.values() if v.ndim}),
+            "buffers": sorted({str(b.dtype) for b in model.buffers()}),
+            "local_share": sum(p.to_local().numel() for p in model.parameters())
+            / sum(p.numel() for p in model.parameters()),
+            "names": sorted(name for name, _ in model.named_parameters()),
+        }
+    return found
+
+
+def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Put a NaN into the loss, then into a gradient, on the last rank only; return what is raised and found.
+
+    `unit` and `operator` put it into the output of a layer, and into what the backward of one makes. `again`
+    is what is found when the step is finite, as after a fault that does not recur.
+    """
+    run = build(recipe, overrides)
+    curve(run, 1)
+    params = list(run.engine.model.parameters())
+    before = [p.detach().to_local().clone() for p in params]
+    batches = batches_of(run.plan, run.stream, 1, run.world.rank)
+    tokens = run.stream.label_tokens(run.plan.step_positions(1))
+    found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
+    whole, mlp = run.engine.loss, decoder_layers(run.engine.model)[1][1].mlp
+    of_loss = {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}
+    of_layer = {"unit": lambda output: output * float("nan"), "operator": lambda output: output + zero_root(output)}
+    for name, spoil in {**of_loss, **of_layer}.items():
+
+        def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:
+            if run.world.rank < run.world.size - 1 or batch is not batches[1]:
+                return whole(batch, divisor)
+            if name in of_loss:
+                return spoil(whole(batch, divisor))
+            hook = mlp.register_forward_hook(lambda _module, _inputs, output: spoil(output))
+            value = whole(batch, divisor)
+            hook.remove()
+            return value
+
+        run.engine.loss = loss
+        try:
+            list(run.engine.read([run.engine.step(1, batches, tokens, 1e-3)]))
+        except NonFiniteError as error:
+            after = [p.detach().to_local() for p in params]
+            unchanged = all(map(torch.equal, before, after)) and not any(p.grad is not None for p in params)
+            sources = [dataclasses.asdict(source) for source in find_sources(run.engine, 1, batches, tokens)]
+            found[name] = {"message": str(error), "unchanged": unchanged, "sources": sources}
+    return found
+
+
+def zero_root(output: torch.Tensor) -> torch.Tensor:
+    """Return zeros, whose gradient is not finite."""
+    return (output - output.detach()).sqrt()
+
+
+def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """Return the same loss with a gradient of NaN."""
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
+
+
+def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Compare gradients with and without a micro-batch of no labels; compute the loss of a batch without any label."""
+    run = build(recipe, overrides)
+    micros = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
+    tokens = run.stream.label_tokens(run.plan.step_positions(0))
+    grads = []
+    empty = {**micros[0], "labels": torch.full_like(micros[0]["labels"], -100)}
+    for batches in (micros, [*micros, empty]):
+        run.engine.drop_gradients()
+        run.engine.accumulate(0, batches, tokens)
+        grads.append([g.clone() for g in run.engine.local_grads()])
+    run.engine.drop_gradients()
+    [stats] = run.engine.read([run.engine.step(0, [empty], 0, 0.0)])  # a whole window without a label
+    return {"equal": all(map(torch.equal, *grads)), "nothing": [stats.loss, stats.grad_norm]}
+
+
+def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the results of `poisoned`, of `masked`, and of `norms` of each variant."""
+    found = {"poisoned": poisoned(recipe, []), "masked": masked(recipe, [])}
+    return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
+
+
+def norms(recipe: str, overrides: list[str]) -> list[dict[str, float]]:
+    """Make a step of plain SGD that clips gradients to half their norm, and one that may have twice their norm.
+
+    Return for each the gradient norm of the engine (`engine`), that of the gathered gradients (`full`, pytorch#170862),
+    and how far the step is from that with the gathered gradients, relative to its length (`off`).
+    """
+    run = build(recipe, [*overrides, "optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0"])
+    params, found = dict(run.engine.model.named_parameters()), []
+    batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
+    tokens = run.stream.label_tokens(run.plan.step_positions(0))
+    for share in (0.5, 2.0):
+        before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
+        whole = gradients_of(run, 0)
+        norm = sum((gradient.double() ** 2).sum() for gradient in whole.values()).sqrt().item()
+        run.engine.plan = varied(run.plan, {"optim.max_grad_norm": share * norm})
+        [stats] = run.engine.read([run.engine.step(0, batches, tokens, 1.0)])
+        wanted = {name: -min(share, 1.0) * gradient for name, gradient in whole.items()}
+        off = [params[name].detach().full_tensor() - before[name] - update for name, update in wanted.items()]
+        lengths = [torch.nn.utils.get_total_norm(tensors).item() for tensors in (off, wanted.values())]
+        found.append({"engine": stats.grad_norm, "full": norm, "off": lengths[0] / lengths[1]})
+    return found

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from ranks import build
 from support import TINY, events, fsdptrain, on_ranks, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.status import observe, status_lines
@@ -39,7 +44,7 @@ def test_the_best_are_kept_and_exported_however_often_the_run_is_resumed(tmp_pat
         # Steps 18, 20, 22: the best of those that have a checkpoint are kept.
         ([patient, "checkpoint.keep_best=2", "train.steps=22"], [5, 2.4, 9], 0),
     ]
-    found = on_ranks(2, "with_losses", tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
+    found = on_ranks(2, with_losses, tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
     early = [[14, 8]]
     assert found[0] == found[1] == [
         [[4, 5], None, []], [[8, 14], 8, early], [[17], 17, early], [[17, 20, 22], 20, early],
@@ -72,7 +77,7 @@ def test_the_loss_of_a_source_may_say_which_step_is_best(tmp_path: Path) -> None
         # Steps 16, …, 20: by that of quiet, step 14 is.
         (["train.steps=30"], [0, 2, 0, 2, 0, 2], 0),
     ]
-    found = on_ranks(2, "with_losses", tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
+    found = on_ranks(2, with_losses, tmp_path / "ranks", recipe=str(recipe), attempts=attempts)
     early = [10, 4]
     assert found[0] == found[1] == [
         [[4, 5], None, []], [[4, 10], 4, [early]], [[12, 14], 12, [early]], [[14, 20], 14, [early, [20, 14]]],
@@ -143,7 +148,7 @@ def test_a_weight_that_only_held_out_rows_reach_is_named_if_it_is_not_finite(tmp
     with torch.no_grad():
         base.model.embed_tokens.weight[tokenizer("ÿ").input_ids[-1]] = nan
     base.save_pretrained(tmp_path / "model")
-    found = on_ranks(2, "held_out_failures", tmp_path / "ranks", recipe=str(recipe))
+    found = on_ranks(2, held_out_failures, tmp_path / "ranks", recipe=str(recipe))
     why = "model.embed_tokens.weight has values that are not finite"
     assert found[0] == found[1] == [
         [7, f"before the first step the held-out loss is nan: {why}"],
@@ -153,3 +158,51 @@ def test_a_weight_that_only_held_out_rows_reach_is_named_if_it_is_not_finite(tmp
     tokenizer.save_pretrained(tmp_path / "model")
     ended = fsdptrain("eval", tmp_path / "model", *data)
     assert ended.returncode == 7 and f"model: {why}" in ended.stderr, ended.stderr
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]]) -> list[Any]:
+    """Train in attempts of these overrides, whose evaluations return these losses in turn; a save of that step fails.
+
+    Returns after each of them the steps that have a checkpoint, that of the export, and those of early stops.
+    """
+    found = []
+    for overrides, losses, fails_at in attempts:
+        run = build(recipe, overrides)
+        save, rundir, left = run.save, run.session.rundir, iter(losses)
+
+        def failing(done: int, wait: bool, fails_at: int = fails_at, save: Any = save) -> bool:
+            if done == fails_at:
+                raise InterruptedError
+            return bool(save(done, wait))
+
+        def slowly(*arguments: Any, write: Any = run.checkpointer._write) -> Any:
+            time.sleep(0.2 * dist.get_rank())  # the saves of ranks are at different places when a loss is no number
+            return write(*arguments)
+
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, {})  # type: ignore[method-assign]
+        run.checkpointer._write = slowly  # type: ignore[method-assign]
+        exported = None
+        with contextlib.suppress(InterruptedError):
+            assert run.train() is None and run.export() is None and not [*left]
+            exported = read_export_record(rundir).step
+        run.checkpointer.wait()
+        dist.barrier()
+        early = [[event["step"], event.get("best")] for event in events(rundir.root, "early_stop")]
+        found.append([rundir.checkpoint_steps(), exported, early])
+        dist.barrier()
+    print("CPU", time.process_time(), flush=True)
+    return found
+
+
+def held_out_failures(recipe: str) -> list[tuple[int, str]]:
+    """Return (exit code, message) of an evaluation, and of the logits with which an export is compared."""
+    run, found = build(recipe, []), []
+    for compute in (lambda: run.evaluate(0), run.sample):
+        try:
+            compute()
+        except FsdptrainError as error:
+            found.append((error.exit_code, str(error)))
+    return found

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
 import torch
+from ranks import build, curve, evaluated
 from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
 from support import TINY, on_ranks, strategies, write_pairs, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.prepare import prepare
+from fsdptrain.errors import CheckpointError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.train import reference
+from fsdptrain.train import step as engine_module
 from fsdptrain.train.preflight import prepare_tokenizer_and_model
 
 STEPS, BATCH, LR = 4, 8, 1e-3
@@ -59,8 +63,8 @@ def assert_agree(
     assert expected[0][0] != expected[-1][0] and abs(expected[-1][4]) > 0.03, "nothing is learned"
     ranks = on_ranks(world, "curves", tmp / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
     assert all(other == ranks[0] for other in ranks), "ranks report different curves"
-    for name, curve in ranks[0].items():
-        worst = np.abs(np.subtract(curve, expected)) / np.maximum(1, np.abs(expected))
+    for name, found in ranks[0].items():
+        worst = np.abs(np.subtract(found, expected)) / np.maximum(1, np.abs(expected))
         print(f"{name:40} loss, norm, chosen, rejected, margin, accuracy: {worst.max(axis=0)}")
         assert (worst <= LIMITS).all(), name
 
@@ -107,7 +111,7 @@ def test_a_resume_on_another_host_has_the_reference_of_the_start(recipe: Path, t
     sources = f"[{{path: {path}}}, {{path: {path}, name: first, max_rows: 60}}]"
     overrides = ["data.path=null", f"data.sources={sources}", "train.micro_batch_size=4"]
     words = {"recipe": str(recipe), "overrides": overrides, "emptied": str(tmp_path / "caches")}
-    (found,) = on_ranks(1, "preferences_resumed", tmp_path / "rank", **words)
+    (found,) = on_ranks(1, preferences_resumed, tmp_path / "rank", **words)
     assert found["resumed"] == found["curve"][2:]
     held_out, again = found["held out"]
     assert found["curve"][0][2:5] == pytest.approx([0, 0, 0], abs=1e-6), "the model is the reference"
@@ -171,8 +175,63 @@ def test_a_first_step_of_another_model_than_the_reference_ends_the_run(
         "dropout": [*words, *LORA, "adapter.dropout=0.5"],
     }
     found = on_ranks(
-        2, "first_steps", tmp_path / "ranks", recipe=str(recipe), variants=variants, shifts={"shifted": shift}
+        2, first_steps, tmp_path / "ranks", recipe=str(recipe), variants=variants, shifts={"shifted": shift}
     )
     for each in found:
         assert "in step 1 the model is the reference" in each.pop("shifted")
         assert each == dict.fromkeys(variants.keys() - {"shifted"}, "")
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+answer_log_probs = engine_module.Engine.answer_log_probs
+
+
+def preferences_resumed(recipe: str, overrides: list[str], emptied: str) -> dict[str, Any]:
+    """Return the curve of a run that learns from preferences, and of its resume; `emptied` is a folder for caches.
+
+    `passes` counts those over data sets: of the run, of another one with the same start, and of the resume without the
+    cache. `refused` is the message of a resume in which the run's file is damaged.
+    """
+    with patch.object(engine_module.Engine, "answer_log_probs", autospec=True, side_effect=answer_log_probs) as passes:
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/first"
+        own = [*overrides, f"output_dir={emptied}/own"]
+        run = build(recipe, own)
+        made = curve(run, 2)
+        run.checkpointer.save(2, run.engine.model, run.engine.optimizer, wait=True)
+        made += curve(run, 4, 2)
+        held_out = evaluated(run)
+        kept = run.session.rundir.reference
+        calls = [passes.call_count]
+        other = build(recipe, [*overrides, f"output_dir={emptied}/run", "train.dpo.beta=0.2"])
+        both = zip(other.stream.corpus.parts, run.stream.corpus.parts, strict=True)
+        assert all((one.reference == another.reference).all() for one, another in both)
+        calls.append(passes.call_count)
+        os.environ["FSDPTRAIN_CACHE"] = f"{emptied}/second"  # as on another host
+        resumed = build(recipe, own)
+        rest = curve(resumed, 4, resumed.engine.steps_made)
+        again = evaluated(resumed)
+        calls.append(passes.call_count)
+    next(kept.glob("*.npy")).write_bytes(b"x")
+    try:
+        refused = build(recipe, own).plan.run_dir
+    except CheckpointError as error:
+        refused = str(error)
+    return {"curve": made, "resumed": rest, "held out": [held_out, again], "passes": calls, "refused": refused}
+
+
+def first_steps(recipe: str, variants: dict[str, list[str]], shifts: dict[str, float]) -> dict[str, str]:
+    """Make the first step of each variant, after its reference was shifted; return what it raises, or an empty text."""
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, [*overrides, f"name={name}"])
+        for part in run.stream.corpus.parts:
+            part.reference[:] += shifts.get(name, 0.0)
+        try:
+            run.step(0)
+            found[name] = ""
+        except CheckpointError as error:
+            found[name] = str(error)
+        run.prefetch.close()
+    return found

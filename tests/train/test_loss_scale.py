@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import build, digest_of
 from reference import cosine_rates, documents_of, largest_difference, stream_of
 from support import TINY, on_ranks, write_recipe
 from torch.nn import functional
@@ -85,7 +87,7 @@ def test_float16_trains_as_a_plain_loop_with_gradscaler_and_resumes_bitwise(tmp_
         train__global_batch_size=BATCH, fsdp__mixed_precision={"param_dtype": "float16"}, checkpoint__every=None,
     )  # fmt: skip
     words = {"start": START, "interval": INTERVAL, "at": AT, "overrides": []}
-    found, other = on_ranks(2, "scaled", tmp_path / "ranks", recipe=str(recipe), **words)
+    found, other = on_ranks(2, scaled, tmp_path / "ranks", recipe=str(recipe), **words)
     torch.set_num_threads(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=START, growth_interval=INTERVAL)
     expected = plain_curve(tmp_path / "model", recipe, scaler)
@@ -100,3 +102,38 @@ def test_float16_trains_as_a_plain_loop_with_gradscaler_and_resumes_bitwise(tmp_
     )
     for rank in (found, other):
         assert rank["resumed"] and rank["again"] == rank["curve"][AT:] and rank["curve"] == found["curve"]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def scaled(recipe: str, overrides: list[str], start: float, interval: int, at: int) -> dict[str, Any]:
+    """Train in float16 with a loss scale that begins with `start`; save after step `at`, and resume from there.
+
+    Returns [loss, gradient norm, loss scale] of each step, what was reported as skipped, and whether weights, state and
+    loss scale at the end are those of the resumed run (`resumed`), which reports the same steps again (`again`).
+    """
+    found: dict[str, Any] = {}
+    with patch.object(loss_scale, "START", start), patch.object(loss_scale, "INTERVAL", interval):
+        for name in ("curve", "again"):
+            run = build(recipe, overrides)
+            events: list[Any] = []
+            run.reporter.event = lambda kind, events=events, **fields: events.append((kind, fields))  # type: ignore
+            report, made = run.add_step, []
+
+            def add_step(queued: Any, stats: Any, report: Any = report, made: Any = made) -> None:
+                made.append([stats.loss, stats.grad_norm, stats.loss_scale])
+                report(queued, stats)
+
+            run.add_step = add_step  # type: ignore[method-assign]
+            run.reads_late = name == "again"  # the same, one step late
+            for step in range(run.engine.steps_made, run.sizes.total_steps):
+                run.step(step)
+                if name == "curve" and step + 1 == at:
+                    run.save(at, wait=True)
+            run.read_steps()
+            run.prefetch.close()
+            found[name], end = made, [digest_of(run), run.engine.loss_scale.state()]  # type: ignore[union-attr]
+            found.setdefault("skipped", [fields for kind, fields in events if kind == "skip"])
+            found["resumed"] = found.setdefault("end", end) == end
+    return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import build
 from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
-from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
+from support import STRATEGIES, TINY, events, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS, BATCH = 20, 16
@@ -123,7 +125,7 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
     for seed in (1, 2):
         words = {"seed": seed, "model__config": {"model_type": "llama", **TINY, "attention_dropout": 0.5}}
         recipe = write_recipe(tmp_path, output_dir=str(tmp_path / str(seed)), **words)
-        found += on_ranks(2, "dropout", tmp_path / f"ranks-{seed}", recipe=str(recipe))
+        found += on_ranks(2, dropout, tmp_path / f"ranks-{seed}", recipe=str(recipe))
     for rank in found:
         first, second, again = rank["train"]
         assert first == again != second
@@ -141,7 +143,7 @@ def test_every_curve_agrees_with_the_plain_loop(world: int, recipe: Path, refere
 
 def test_mfu_counts_the_pairs_of_tokens_within_documents(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=1, launch__nproc_per_node=1)
-    (found,) = on_ranks(1, "flops", tmp_path / "rank", recipe=str(recipe), overrides=["fsdp.strategy=NO_SHARD"])
+    (found,) = on_ranks(1, flops, tmp_path / "rank", recipe=str(recipe), overrides=["fsdp.strategy=NO_SHARD"])
     corpus = stream_of(recipe)[2]
     pairs = 0
     for number in range(len(corpus)):
@@ -152,3 +154,29 @@ def test_mfu_counts_the_pairs_of_tokens_within_documents(tmp_path: Path) -> None
     products, rows = 6 * (3 * layer + 512 * 64) * 64, 8
     assert found == [pytest.approx(rows * (products + 12 * 3 * 64 * pairs / len(corpus)))]
     assert pairs < 0.9 * 64 * 64 * len(corpus)  # else there is nothing to see
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def flops(recipe: str, overrides: list[str]) -> list[float]:
+    """Train to the end; return the FLOPs of each step that its MFU counts."""
+    run = build(recipe, overrides)
+    run.train()
+    return [event["mfu"] * event["step_s"] * run.peak_flops for event in events(run.session.rundir.root, "step")]
+
+
+def dropout(recipe: str) -> dict[str, Any]:
+    """Return losses of one micro-batch, the same on all ranks: in training steps 0, 1 and 0, and in evaluations.
+
+    `logits` says whether those that an export is compared with are the same when they are computed again; `drawn` are
+    the first random numbers of steps 0 and 1.
+    """
+    run = build(recipe, [])
+    batch = run.stream.batch([0])
+    train = [run.engine.accumulate(step, [batch], 1).item() for step in (0, 1)]
+    evaluations = [run.engine.evaluate(run.stream.corpus, [0, 1]) for _ in range(2)]
+    logits = [run.sample().logits for _ in range(2)]
+    train.append(run.engine.accumulate(0, [batch], 1).item())
+    drawn = [(run.engine.seed(step), torch.rand(()).item())[1] for step in (0, 1)]
+    return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}

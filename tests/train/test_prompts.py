@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
+from ranks import build, curve
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -25,7 +28,7 @@ def test_every_arrangement_writes_what_generate_writes(tmp_path: Path) -> None:
         tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
         eval={"prompts": PROMPTS, "max_new_tokens": MOST},
     )  # fmt: skip
-    ranks = on_ranks(2, "continuations", tmp_path / "out", recipe=str(recipe), variants=VARIANTS)
+    ranks = on_ranks(2, continuations, tmp_path / "out", recipe=str(recipe), variants=VARIANTS)
     assert ranks[0] == ranks[1]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -42,3 +45,29 @@ def test_every_arrangement_writes_what_generate_writes(tmp_path: Path) -> None:
         assert found["nan"] == ["", ""], name
     without, with_prompts = ranks[0]["FULL_SHARD"]["curves"]
     assert without == with_prompts, "prompts change what is trained"
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def continuations(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what each variant writes behind `eval.prompts`, and then with weights that are not numbers.
+
+    `curves`, of a variant without overrides: of two steps, and of two steps with prompts between them.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        state = torch.get_rng_state()
+        texts = run.continue_prompts(lambda: False)
+        assert texts is not None and torch.equal(state, torch.get_rng_state())
+        curves = []
+        if not overrides:
+            curves = [curve(build(recipe, overrides), 2), curve(run, 1)]
+            run.continue_prompts(lambda: False)
+            curves[1] += curve(run, 2, 1)
+        with torch.no_grad():
+            for param in run.engine.model.parameters():
+                param.fill_(math.nan)
+        found[name] = {"texts": texts, "curves": curves, "nan": run.continue_prompts(lambda: False)}
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import on_ranks, write_recipe
+from ranks import build
+from support import events, on_ranks, write_recipe
 
 from fsdptrain.train import stops
 from fsdptrain.train.stops import MOST, StopPoll, count_within
+from fsdptrain.train.trainer import Trainer
 
 RANKS, CALLS = 2, 60
 
@@ -93,5 +97,34 @@ def test_each_step_is_evaluated_and_saved_once_however_a_run_is_stopped(tmp_path
     )  # fmt: skip
     # The rest, then more steps, of which one is saved while they go on: step 3 is evaluated already.
     later = [[], ["train.steps=6", "eval.every=3", "checkpoint.every=4", "checkpoint.keep=9"]]
-    [found] = on_ranks(1, "stopped_in_evaluation", tmp_path / "ranks", recipe=str(recipe), later=later)
+    [found] = on_ranks(1, stopped_in_evaluation, tmp_path / "ranks", recipe=str(recipe), later=later)
     assert found == [[2, [2], [0]], [None, [2, 3], [0, 2, 3]], [None, [2, 3, 4, 6], [0, 2, 3, 6]]]
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
+    """Train until a signal comes in the evaluation after step 2; then go on with each of these overrides.
+
+    Returns after each of them the number of steps at which it was stopped, if it was, and the steps that have a
+    checkpoint, and those that have an evaluation.
+    """
+    run = build(recipe, [])
+    on_progress, rundir = run.engine.on_progress, run.session.rundir
+
+    def stopping() -> None:
+        on_progress()
+        if not run.engine.model.training and run.totals.tokens and not run.session.stop.count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.engine.on_progress = stopping
+
+    def state(run: Trainer) -> list[Any]:
+        stopped = run.train()
+        assert not run.checkpointer._staging, "an export needs the memory of the copies"
+        return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
+
+    with run.session.stop:
+        found = [state(run)]
+    return found + [state(build(recipe, overrides)) for overrides in later]
