@@ -444,7 +444,7 @@ def prepare(
     outcome = "before all was prepared; what was finished is kept; run the same command again"
     with StopRequest() as stop, stop.obeyed_at_once(outcome), _screen_beside_result() as screen:
         with screen.busy("starting"):
-            from fsdptrain.data.ahead import prepare_ahead, prepared_lines
+            from fsdptrain.data.prepare import prepare_ahead, prepared_lines
         made = prepare_ahead(plan, lambda *stage: screen.show(progress_record(*stage)))
     if as_json:
         _print_json(made)

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
-from fsdptrain.data.corpus import Corpus, Stream, prepare
+from fsdptrain.data.corpus import Corpus, Stream
+from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology

@@ -300,7 +300,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path: Path) -> No
 
 def test_an_error_of_any_length_arrives(tmp_path: Path) -> None:
     text = "ü" * 15_000 + " the end"
-    fault = {"where": "fsdptrain.data.corpus:prepare", "do": "fail", "how": {"text": text}}
+    fault = {"where": "fsdptrain.data.prepare:prepare", "do": "fail", "how": {"text": text}}
     ended = run_with(small_recipe(tmp_path), fault)
     assert not ended.problems(5, "failed before the first step was done: RuntimeError: üüü", "the end\n")
     assert len(ended.output) < 20_000 and len(json.dumps(events(tmp_path / "run", "error"))) < 200_000

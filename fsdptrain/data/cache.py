@@ -21,23 +21,25 @@ from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, first_line, is_disk_full
 from fsdptrain.run_folder.files import NOTHING_THERE, system_errors, write_atomically
 
-QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
+QUICKLY_READ = 2**26  # bytes; digests of less are not kept
 READ_BYTES = 2**24  # bytes of a file that are read at a time
 CHECKSUM_FILE = "sums.json"
-PARTS_FILE = "parts.json"  # of a folder that needs others: KIND/NAME of each in the cache
+PARTS_FILE = (
+    "parts.json"  # of a folder that needs others: a list for each, which begins with its KIND/NAME in the cache
+)
 COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
 
 
-def cached_folder(kind: str, key: Any, write: Callable[[Path], None], little: int = QUICKLY_READ) -> Path:
+def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged.
 
     Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
-    if found := intact_folder(kind, key, little):  # many ranks may look at once, and do not wait for one another
+    if found := intact_folder(kind, key):  # many ranks may look at once, and do not wait for one another
         return found
     folder = _folder(kind, key)
     with FileLock(f"{folder}.lock"):
-        if not _check_intact(folder, little):  # another process may have written it while this one waited
+        if not _check_intact(folder):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
             scratch = scratch_beside(folder)
             remove_leftovers(folder.parent)
@@ -52,11 +54,11 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None], little: in
     return folder
 
 
-def intact_folder(kind: str, key: Any, little: int = QUICKLY_READ) -> Path | None:
-    """Return the cache's folder for `key` if it is there and intact as far as it is `quickly read`."""
+def intact_folder(kind: str, key: Any) -> Path | None:
+    """Return the cache's folder for `key` if it is there and its files were not touched since they were compared."""
     folder = _folder(kind, key)
     with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
-        if is_intact(folder, False, little):
+        if is_intact(folder, may_read=False):
             return folder
     return None
 
@@ -95,10 +97,10 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_intact(folder: Path, little: int) -> bool:
+def _check_intact(folder: Path) -> bool:
     """Return whether a prepared folder is intact; raise StorageError, with the host, when it cannot be read."""
     try:
-        return is_intact(folder, little=little)
+        return is_intact(folder)
     except StorageError as error:
         raise StorageError(
             f"cannot read the cache on {socket.gethostname()}: {error}; or set FSDPTRAIN_CACHE to another folder"
@@ -150,31 +152,24 @@ def seal(folder: Path) -> None:
     (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
 
 
-def is_intact(folder: Path, read_much: bool = True, little: int = QUICKLY_READ) -> bool:
+def is_intact(folder: Path, may_read: bool = True) -> bool:
     """Return whether a prepared folder, and those that its PARTS_FILE names, are as they were when they were sealed.
 
-    From `little` bytes on they are read once, and again when the state of a file is another: `read_much=False` returns
-    False instead. Raises StorageError when the system fails to read a file that is there.
+    Files are read when the state of one is another than when they were last compared: with `may_read=False` the answer
+    is False instead. Raises StorageError when the system fails to read a file that is there.
     """
     try:
         with system_errors(folder):
             sums, states = _read_json(folder / CHECKSUM_FILE), _states(folder)
-            much = sum(size for _, size, *_ in states.values()) >= little
             parts = _read_json(folder / PARTS_FILE) or []
-            compared = much and _read_json(folder / COMPARED_FILE) == states
-            if not compared and ((much and not read_much) or sums is None or sums != _checksums(folder, states)):
-                return False
+            if _read_json(folder / COMPARED_FILE) != states:
+                if not may_read or sums is None or sums != _checksums(folder, states):
+                    return False
+                with contextlib.suppress(OSError):  # a folder of another user: it is read every time
+                    write_atomically(folder / COMPARED_FILE, json.dumps(states))
     except NOTHING_THERE:
         return False
-    if much and not compared:
-        with contextlib.suppress(OSError):  # a folder of another user: it is read every time
-            write_atomically(folder / COMPARED_FILE, json.dumps(states))
-    return all(is_intact(folder.parent.parent / name, read_much, little_part(len(parts))) for name in parts)
-
-
-def little_part(parts: int) -> int:
-    """Return the bytes of each of so many parts that are little: all together are then compared as one folder is."""
-    return QUICKLY_READ // max(1, parts)
+    return all(is_intact(folder.parent.parent / name, may_read) for name, *_ in parts)
 
 
 def _read_json(file: Path) -> Any:

@@ -1,7 +1,6 @@
-"""Rows → tokens → packed sequences, once, before any process group exists; then `batch(position)`, a pure function.
+"""Packed sequences, and `Stream.batch(positions)`: a pure function of the seed and of positions.
 
-The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
-for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once. Terms:
+Terms:
 
     row       one document or conversation, as tokens; of preferences, a prompt with one of its two answers
     piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
@@ -10,55 +9,27 @@ for each seed how they are packed. So the ranks of a node share one copy and a s
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import dataclasses
 import functools
 import hashlib
+import heapq
 import itertools
-import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
-from pathlib import Path
+from fractions import Fraction
 from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
 
-from fsdptrain.config.mixture import (
-    MixtureSource,
-    describe_readings,
-    reading,
-    readings,
-    source_named,
-    sources_of,
-)
-from fsdptrain.config.paths import DataPath, places
-from fsdptrain.config.schema import Data
-from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.encode import OF_TURNS
-from fsdptrain.data.interleave import Interleave
-from fsdptrain.data.joined import Joined, join
-from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
-from fsdptrain.data.parts import encode_parts, parts_of, token_key, unread_in
-from fsdptrain.data.sources import (
-    DIGEST_FILE,
-    data_stamps,
-    fingerprint,
-    first_source,
-    readable_files,
-    splits_note,
-)
-from fsdptrain.errors import DataError, listed
-from fsdptrain.plan.plan import LAYOUT, Plan
-from fsdptrain.run_folder.events import Progress
-from fsdptrain.text import counted, share
+from fsdptrain.config.mixture import MixtureSource
+from fsdptrain.data.pack import Ints
+from fsdptrain.data.token_store import TokenArray
 
 IGNORED = -100  # the label of a position that carries no loss
-SHOWN = 400  # tokens of a row, about, that are shown
+SHOWN = 400  # tokens of a row that are shown, about
 
 
 class Batch(TypedDict):
@@ -90,8 +61,8 @@ class EncodedRows:
     `unread`: what the rows hold that is not read → how often, and the place of the first.
     """
 
-    tokens: Joined | np.ndarray[Any, Any]
-    trained: Joined | np.ndarray[Any, Any]
+    tokens: TokenArray | np.ndarray[Any, Any]
+    trained: TokenArray | np.ndarray[Any, Any]
     ends: Ints
     lengths: np.ndarray[Any, Any]
     notes: dict[str, int]
@@ -128,10 +99,14 @@ class Corpus(EncodedRows):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def pieces_of(self, number: int) -> Ints:
+        """Return the pieces [P, 3] of a sequence; the number -1 has none."""
+        return self.pieces[self.offsets[number] : self.offsets[number + 1]] if number >= 0 else self.pieces[:0]
+
     def rows_of(self, numbers: Sequence[int]) -> Ints:
-        """Return the number of the row of each piece of sequences `numbers`, in order; the number -1 has none."""
-        chosen = [self.pieces[self.offsets[n] : self.offsets[n + 1], 0] for n in numbers if n >= 0]
-        return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *chosen]), side="right") - 1
+        """Return the number of the row of each piece of sequences `numbers`, in order."""
+        starts = [self.pieces_of(number)[:, 0] for number in numbers]
+        return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *starts]), side="right") - 1
 
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
@@ -140,11 +115,6 @@ class Corpus(EncodedRows):
     def document(self) -> float:
         """Return the tokens of the document that a position belongs to, on average; none for those of padding."""
         return float((self.pieces[:, 1].astype(np.float64) ** 2).sum()) / (len(self) * self.seq_len)
-
-    def lengths_per_sequence(self) -> float:
-        """Return how many different lengths the pieces of a sequence have on average."""
-        sequence = np.repeat(np.arange(len(self)), np.diff(self.offsets))
-        return len(np.unique(sequence * (self.seq_len + 1) + self.pieces[:, 1])) / len(self)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Return sequences `numbers` as the rows of a micro-batch.
@@ -200,21 +170,17 @@ class Corpus(EncodedRows):
 
     def _show_row(self, row: int, tokenizer: Any) -> str:
         """Return a row as text; of a long one, the beginning and the end of its prompts and of its trained parts."""
-        ids = self.tokens[int(self.ends[row]) : int(self.ends[row + 1])]
-        flags = np.asarray(self.trained[int(self.ends[row]) : int(self.ends[row + 1])])
+        begin, end = self.ends[row : row + 2].tolist()
+        ids, flags = self.tokens[begin:end], np.asarray(self.trained[begin:end])
         bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
-        most, left = len(ids), SHOWN  # of a part, and of all that are longer; short parts leave more to the others
-        for number, length in enumerate(sorted(np.diff(bounds).tolist())):
-            if length > (most := max(16, left // (len(bounds) - 1 - number))):
-                break
-            left -= length
+        most = max(16, SHOWN // (len(bounds) - 1))  # tokens of a part
 
         def decoded(start: int, stop: int) -> str:
             before = max(0, start - 4)  # a part decoded alone may lose its first space
             context, whole = (str(tokenizer.decode(ids[before:end].tolist())) for end in (start, stop))
-            return (
-                whole[len(context) :] if whole.startswith(context) else str(tokenizer.decode(ids[start:stop].tolist()))
-            )
+            if whole.startswith(context):
+                return whole[len(context) :]
+            return str(tokenizer.decode(ids[start:stop].tolist()))
 
         text = ""
         for start, stop in itertools.pairwise(bounds):
@@ -228,7 +194,7 @@ class Corpus(EncodedRows):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several corpora, whose sequences are numbered one corpus after another; it does what a `Corpus` does.
+    """Several corpora, whose sequences are numbered one corpus after another.
 
     `shares` are those of the corpora in what is read, relative to one another: means are over that.
     """
@@ -241,13 +207,8 @@ class Mixture:
         """Return the mixture of corpora, without `shares` as large as they are; a single one as it is."""
         return parts[0] if len(parts) == 1 else cls(parts, shares or tuple(map(len, parts)))
 
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """The number of the first sequence of each corpus, and that after the last."""
-        return [0, *itertools.accumulate(map(len, self.parts))]
-
     def __len__(self) -> int:
-        return self.starts[-1]
+        return sum(map(len, self.parts))
 
     @property
     def seq_len(self) -> int:
@@ -257,17 +218,17 @@ class Mixture:
     @property
     def name(self) -> str:
         """The digest of all that the token streams were made from."""
-        return _digest_of(part.name for part in self.parts)
+        return digest_of(part.name for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
         """The digest of the files of all corpora."""
-        return _digest_of(part.fingerprint for part in self.parts)
+        return digest_of(part.fingerprint for part in self.parts)
 
     @property
     def digest(self) -> str:
         """The digest of the rows of all corpora, as tokens."""
-        return _digest_of(part.digest for part in self.parts)
+        return digest_of(part.digest for part in self.parts)
 
     @property
     def notes(self) -> dict[str, int]:
@@ -288,29 +249,9 @@ class Mixture:
     def _mean(self, values: list[float]) -> float:
         return sum(share * value for share, value in zip(self.shares, values, strict=True)) / sum(self.shares)
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        """Return sequences `numbers` as the rows of a micro-batch; see `Corpus.batch`."""
-        return batch_of([self._find(number) for number in numbers])
 
-    def label_tokens(self, numbers: Sequence[int]) -> int:
-        """Return how many label tokens sequences `numbers` have in total."""
-        return sum(int(corpus.labels[number]) for corpus, number in map(self._find, numbers))
-
-    def divisor(self, numbers: Sequence[int]) -> int:
-        """Return by what the summed loss of sequences `numbers` is divided; see `Corpus.divisor`."""
-        return sum(corpus.divisor([number]) for corpus, number in map(self._find, numbers))
-
-    def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
-        """Return the beginnings of those of sequences `numbers` that are in the first corpus: see `Corpus`."""
-        return self.parts[0].beginnings([number for number in numbers if number < len(self.parts[0])], length)
-
-    def _find(self, number: int) -> tuple[Corpus, int]:
-        """Return the corpus that has a sequence, and its number there."""
-        which = max(0, bisect.bisect_right(self.starts, number) - 1)
-        return self.parts[which], number - self.starts[which]
-
-
-def _digest_of(digests: Iterable[str]) -> str:
+def digest_of(digests: Iterable[str]) -> str:
+    """Return a SHA-256 over these digests."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
@@ -325,9 +266,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     for row, (corpus, number) in enumerate(rows):
         ids[row] = corpus.pad
         at = length = 0  # the next free position of the sequence; the length of its last piece
-        pieces = (
-            corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1]] if number >= 0 else corpus.pieces[:0]
-        )
+        pieces = corpus.pieces_of(number)
         for start, length, end in pieces:
             answers[row, at : at + length] = answer
             answer += 1
@@ -389,6 +328,62 @@ def _power_of_two(number: int) -> int:
 
 
 @dataclass(frozen=True)
+class Interleave:
+    """The order of the sources in a stream, by shares relative to one another: a pure function of the position.
+
+    Two sources alternate as evenly as whole numbers allow: of the first n sequences, the smaller one has its share of
+    n, rounded. More of them are joined two by two, the smallest first, until two are left. So for any n the count of a
+    source among the first n is near its share of n: of two sources within 1/2, of three within 1, of more within 1.7
+    (the sum of half of w/W over the nodes above a source of share w, of which Huffman's tree has W of at least w, 2w,
+    3w, 5w, 8w, …).
+    """
+
+    shares: tuple[int, ...]
+    tree: Any  # the number of a source, or (share of the left part, share of both, left, right)
+
+    @classmethod
+    def of(cls, shares: Sequence[Fraction]) -> Interleave:
+        """Return the order of sources with these shares, which are above 0."""
+        unit = math.lcm(*(share.denominator for share in shares))
+        whole = tuple(int(share * unit) for share in shares)
+        heap: list[tuple[int, int, Any]] = [(share, number, number) for number, share in enumerate(whole)]
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            (smaller, first, left), (larger, second, right) = heapq.heappop(heap), heapq.heappop(heap)
+            both = smaller + larger
+            heapq.heappush(heap, (both, min(first, second), (smaller, both, left, right)))
+        return cls(whole, heap[0][2])
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the number of the source at a position, and how many sequences of it are before."""
+        node = self.tree
+        while isinstance(node, tuple):
+            share, both, left, right = node
+            before, after = _rounded(position * share, both), _rounded((position + 1) * share, both)
+            node, position = (left, before) if after > before else (right, position - before)
+        return node, position
+
+    def counts(self, positions: int) -> list[int]:
+        """Return how many of the first `positions` are of each source."""
+        counts = [0] * len(self.shares)
+        todo = [(self.tree, positions)]
+        while todo:
+            node, number = todo.pop()
+            if isinstance(node, tuple):
+                share, both, left, right = node
+                of_left = _rounded(number * share, both)
+                todo += [(left, of_left), (right, number - of_left)]
+            else:
+                counts[node] = number
+        return counts
+
+
+def _rounded(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded to a whole number."""
+    return (2 * dividend + divisor) // (2 * divisor)
+
+
+@dataclass(frozen=True)
 class Stream:
     """An endless stream over the sequences of a corpus or a mixture: each source, again and again, in new permutations.
 
@@ -414,15 +409,25 @@ class Stream:
     def __len__(self) -> int:
         return self.epoch
 
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the source that is read at a position, and the number of the sequence in it."""
+        source, nth = self.order.at(position)
+        size = len(self.part(source))
+        return source, int(epoch_order(self.seed, source, nth // size, size)[nth % size])
+
+    def part(self, source: int) -> Corpus:
+        """Return the corpus of a source."""
+        return self.corpus.parts[source]
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of the first sequence of each source: they are numbered one source after another."""
+        return [0, *itertools.accumulate(map(len, self.corpus.parts))]
+
     def at(self, positions: Sequence[int]) -> list[int]:
         """Return the sequence numbers at these positions of the stream."""
-        return [*map(self._number, positions)]
-
-    def _number(self, position: int) -> int:
-        source, nth = self.order.at(position)
-        size = len(self.corpus.parts[source])
-        start = sum(map(len, self.corpus.parts[:source]))
-        return start + int(epoch_order(self.seed, source, nth // size, size)[nth % size])
+        starts = self.starts
+        return [starts[source] + number for source, number in map(self.place, positions)]
 
     def reads(self, positions: int) -> list[float]:
         """Return how often each source is read in the first positions of the stream."""
@@ -436,15 +441,15 @@ class Stream:
 
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the sequences at these positions; see `Corpus.batch`."""
-        return self.corpus.batch(self.at(positions))
+        return batch_of([(self.part(source), number) for source, number in map(self.place, positions)])
 
     def label_tokens(self, positions: Sequence[int]) -> int:
         """Return how many label tokens the sequences at these positions have in total."""
-        return self.corpus.label_tokens(self.at(positions))
+        return sum(self.part(source).label_tokens([number]) for source, number in map(self.place, positions))
 
     def divisor(self, positions: Sequence[int]) -> int:
         """Return by what the loss at these positions is divided; see `Corpus.divisor`."""
-        return self.corpus.divisor(self.at(positions))
+        return sum(self.part(source).divisor([number]) for source, number in map(self.place, positions))
 
     def digest(self, positions: Sequence[int]) -> str:
         """Return a short digest of the sequence numbers at these positions, with which runs are compared."""
@@ -455,284 +460,3 @@ class Stream:
 def epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
     """Return the order of a source's sequences in one epoch; that of source 0 is `[seed, epoch]`'s."""
     return np.random.default_rng([seed, epoch, 0, source]).permutation(size)
-
-
-def prepare(
-    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
-) -> tuple[Stream, list[int], Corpus | Mixture]:
-    """Return the training stream, the held-out sequence numbers and their corpus; `count_padding` as in `Corpus`.
-
-    With `data.eval.fraction` and several sources, that corpus has a part for each. `day` is what a chat template sees
-    as today. Raises DataError for wrong rows, and when no row of a source has a trained token.
-    """
-    seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
-
-    def packed(
-        data: Data, max_rows: int | None, fraction: float | None = None, earlier: Sequence[Corpus] = ()
-    ) -> list[Corpus]:
-        rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
-        corpora = pack_rows(rows, data, seed, fraction, earlier)
-        return [dataclasses.replace(corpus, count_padding=count_padding) for corpus in corpora]
-
-    sources: list[list[Corpus]] = []
-    for each in plan.sources:
-        with errors_of(each.name if plan.recipe.data.sources else None):
-            earlier = [train for train, *_ in sources]
-            sources.append(packed(each.data, each.data.max_rows, wanted.get("fraction"), earlier))
-    held_out = [corpus for _, *rest in sources for corpus in rest]
-    if plan.eval_path is not None:
-        held_out += packed(_held_out_data(plan, plan.eval_path), wanted.get("max_rows"))
-    stream = Stream.of(plan.sources, [train for train, *_ in sources], seed)
-    corpus = Mixture.of(held_out) if held_out else stream.corpus
-    return stream, list(range(len(corpus))) if held_out else [], corpus
-
-
-def _held_out_data(plan: Plan, path: str) -> Data:
-    """Return how the held-out file of a recipe is read: in a mixture as the source that is named or its columns fit.
-
-    The keys of `data` itself go first if a source has their format. Raises DataError if the sources read it in
-    different ways, or none can.
-    """
-    data = dataclasses.replace(plan.recipe.data, path=path, window=None)
-    if not data.sources:
-        return data
-    if named := data.eval.get("source"):
-        return reading(data, source_named(data, named))
-    readable_files(path, limit=1)
-    columns = first_source(path).columns
-    found = readings(data, columns)
-    if data.format in {source.data.format for source in sources_of(data)}:
-        found = readings(dataclasses.replace(data, sources=[]), columns) or found
-    if len(found) == 1:
-        return next(iter(found.values()))
-    way_out = "name one in data.eval.source"
-    if found:
-        raise DataError(f"data.eval.path: sources read these columns in different ways ({listed(found)}): {way_out}")
-    raise DataError(
-        f"data.eval.path: its columns ({listed(columns)}) fit no source ({describe_readings(data)}): {way_out}"
-    )
-
-
-@contextlib.contextmanager
-def errors_of(source: str | None) -> Iterator[None]:
-    """Name the source of a mixture in the errors of its data; None: there is only one."""
-    try:
-        yield
-    except DataError as error:
-        raise type(error)(f"{error} (source {source})") if source else error from None
-
-
-def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -> tuple[list[str], list[str]]:
-    """Return sentences on rows of which not all is used, and sentences on rows that are divided."""
-    lost: list[str] = []
-    divided: list[str] = []
-    names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
-    for name, source in zip(names, plan.sources, strict=True):
-        divided += [f"{name}{text}" for text in splits_note(source.data.path, plan.eval_path)]
-    sets = [*zip(names, train.parts, strict=True)]
-    if plan.eval_path is not None and held_out.name != train.name:
-        sets += [("data.eval: ", rows) for rows in held_out.parts]
-    for name, rows in sets:
-        for texts, found in zip((lost, divided), notes_on_rows(rows), strict=True):
-            texts += [f"{name}{text}" for text in found]
-    return lost, divided
-
-
-def reading_notes(plan: Plan, stream: Stream) -> list[str]:
-    """Return sentences on the sources of a mixture that are read again earlier than the others, or not to the end."""
-    size, steps = plan.recipe.train.global_batch_size, plan.total_steps(len(stream))
-    notes, usual = [], steps * size / len(stream)
-    for source, times in zip(plan.sources, stream.reads(steps * size), strict=True):
-        if times > max(1.0, 1.01 * usual):
-            first = math.ceil(steps / times)
-            notes.append(
-                f"{source.name}: read {times:.2f} times in the run; it is repeated from about step {first:,} on"
-            )
-        elif times < min(1.0, 0.99 * usual):
-            notes.append(f"{source.name}: only {times:.1%} of it is read in the run")
-    return notes
-
-
-def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
-    """Return sentences on rows that are lost, as a whole or in part, and on what else was done with the data."""
-    notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
-    lost = {
-        "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
-        "too_long": f"dropped: longer than {limit} (data.long_rows)",
-        "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
-    }
-    divided = {
-        "split": f"split into pieces of at most {limit} (data.seq_len)",
-        "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
-        "in_earlier_sources": "dropped: the same tokens as a row of an earlier source (data.drop_duplicates)",
-    }
-    found_lost, found_divided = (
-        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
-        for texts in (lost, divided)
-    )
-    found_lost += [
-        f"{what} ({counted(count, 'time')}, first in {place})" for what, (count, place) in rows.unread.items()
-    ]
-    found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
-    if empty := notes.get("empty_files"):
-        found_divided.append(f"{counted(empty, 'empty file')} skipped")
-    if notes.get("divided"):
-        found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
-    return found_lost, found_divided
-
-
-def pack_rows(
-    rows: EncodedRows,
-    data: Data,
-    seed: int,
-    fraction: float | None = None,
-    earlier: Sequence[EncodedRows] = (),
-) -> list[Corpus]:
-    """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
-
-    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one, or one of the
-    `earlier` sources, are left out before. A text is divided only when whole rows give less than half of the tokens to
-    hold out. Its end is then held out as a row of its own, so that none of its tokens is a label of the first part.
-    Raises DataError when either corpus would be empty.
-    """
-    names = ("train",) if fraction is None else ("train", "held")
-
-    def write(folder: Path) -> None:
-        ends = rows.wholes
-        kept, counts = np.arange(len(ends) - 1), dict[str, int]()
-        if data.drop_duplicates:
-            kept, counts = first_of_equal_rows(rows, earlier)
-            if not len(kept):
-                raise DataError("data.drop_duplicates: all rows are in earlier sources, too: remove this one")
-        starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
-        counts["tokens"] = int((stops - starts).sum())
-        if fraction is not None:
-            lengths, part = stops - starts, np.arange(len(kept))
-            if rows.conversations is not None:  # all rows of a conversation are on one side
-                part = np.unique(rows.conversations[kept], return_inverse=True)[1]
-                lengths = np.bincount(part, lengths).astype(np.int64)
-            held, divided = choose_held_out(lengths, fraction, seed, data.format.long_rows == "split")
-            held = held[part]
-        if divided is not None:
-            row, tokens = divided
-            edge = stops[row] - tokens
-            starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
-            held = np.insert(held, row + 1, True)
-        for name, side in zip(names, (~held, held), strict=False):
-            pieces, offsets, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
-            if not len(pieces):
-                use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
-            if rows.paired:
-                pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
-            counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
-            for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
-                np.save(folder / f"{name}-{kind}.npy", values)
-        notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
-        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-
-    key = [rows.name, rows.seq_len, data.packing, seed, fraction, LAYOUT]
-    if data.drop_duplicates:
-        key += ["drop_duplicates", *(each.name for each in earlier)]
-    folder = cached_folder("packed", key, write)
-    notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    # So that a run of a version that kept these rows is not resumed without them.
-    digest = _digest_of([rows.digest, "in_earlier_sources"]) if notes.get("in_earlier_sources") else rows.digest
-    return [
-        Corpus(
-            **vars(rows)
-            | {"notes": notes, "digest": digest}
-            | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
-        )
-        for name in names
-    ]
-
-
-_PACKED = {"pieces": "pieces", "offsets": "blocks", "labels": "labels"}  # field of `Corpus` → its file in the cache
-
-
-def _array(path: Path) -> Any:
-    return np.load(path, mmap_mode="r")
-
-
-def choose_held_out(
-    lengths: Ints, fraction: float, seed: int, divisible: bool
-) -> tuple[np.ndarray[Any, Any], tuple[int, int] | None]:
-    """Draw rows of these lengths [R] by `seed` until they have this fraction of all tokens.
-
-    Returns whether each row is held out [R], and (row, tokens to hold out of its end) if one is to be divided.
-    """
-    wanted = round(fraction * int(lengths.sum()))
-    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # [seed, epoch] is the stream's
-    short = drawn[lengths[drawn] <= wanted]
-    whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
-    missing = wanted - int(lengths[whole].sum())  # tokens that whole rows do not give
-    held = np.zeros(len(lengths), bool)
-    held[whole] = True
-    if missing <= wanted / 2 or len(short) == len(drawn):
-        return held, None
-    long = int(drawn[lengths[drawn] > wanted][0])
-    held[long] = not divisible
-    return held, (long, missing) if divisible else None
-
-
-def first_of_equal_rows(rows: EncodedRows, earlier: Sequence[EncodedRows]) -> tuple[Ints, dict[str, int]]:
-    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained.
-
-    Also how many others there are: those that equal one of their own source, and those of `earlier` sources alone.
-    """
-    digests = _digests(rows)
-    first = np.sort(np.unique(digests, return_index=True)[1])
-    known = np.isin(digests[first], np.concatenate([digests[:0], *map(_digests, earlier)]))
-    return first[~known], {"duplicates": len(digests) - len(first), "in_earlier_sources": int(known.sum())}
-
-
-def _digests(rows: EncodedRows) -> np.ndarray[Any, Any]:
-    """Return a digest of each row."""
-    digests = bytearray()
-    for start, stop in itertools.pairwise(rows.ends.tolist()):
-        digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
-        digest.update(rows.trained[start:stop].tobytes())
-        digests += digest.digest()
-    return np.frombuffer(digests, "S16")
-
-
-def open_rows(
-    path: DataPath, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
-) -> EncodedRows:
-    """Return the rows of a data path from the cache, made by the first process that needs them, with all cores.
-
-    Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
-    """
-    readable_files(path, progress=progress)  # downloads what is in an object store
-    before = data_stamps(path)
-    content = fingerprint(path)
-    limit = None if data.treatment == "continued" else data.seq_len  # above which a row is cut or dropped, or counted
-    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.treatment, limit]
-
-    def write(folder: Path) -> None:
-        parts = parts_of(path)
-        with contextlib.closing(encode_parts(parts, tokenizer, data, day, max_rows, progress)) as encoded:
-            notes = join(folder, encoded, data)
-        if notes["tokens"] == 0:
-            long = f"; {found:,} are longer than data.seq_len" if (found := notes.get("too_long")) else ""
-            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token{long}")
-        if data_stamps(path) != before:
-            raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
-        notes["empty_files"] = len(before) - len({file for part in parts for file in part.stamps})
-        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-
-    folder = cached_folder("data", key, write)
-    streams: dict[str, Any] = {name: Joined(folder, name) for name in ("tokens", "trained")}
-    names = _OF_ROWS if data.turns == "split" else _OF_ROWS.keys() - {"conversations"}
-    arrays = {name: np.memmap(folder / f"{name}.bin", _OF_ROWS[name], "r") for name in names}
-    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
-    return EncodedRows(
-        **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name, paired=data.format.is_paired, unread=unread_in(folder, path),
-    )  # fmt: skip
-
-
-_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32, "conversations": np.uint32}

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.joined import Joined
+from fsdptrain.data.token_store import TokenArray
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Flags = Joined | np.ndarray[Any, Any]
+Flags = TokenArray | np.ndarray[Any, Any]
 WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a sequence
 CHUNK = 2**16  # pieces whose labels are counted at a time: a Python number takes more memory than one in an array
 TRIED = 4  # pieces that it tries to complete with another

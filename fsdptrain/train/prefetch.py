@@ -47,20 +47,15 @@ class Prefetch:
 
     def get(self, step: int) -> StepInputs:
         """Return the inputs of step `step` (from 0); raise what was raised when they were made."""
-        wanted = self._ahead.get(step) or self._executor.submit(self._make, step)
-        following = step + 1
+        wanted, following = self.future(step), step + 1
         self._ahead = {following: self._executor.submit(self._make, following)} if following < self._total_steps else {}
         return wanted.result()
 
-    def is_made(self, step: int) -> bool:
-        """Return whether the inputs of a step are made, or have failed; begin to make them if nothing has."""
+    def future(self, step: int) -> Future[StepInputs]:
+        """Return the inputs of a step to come; begin to make them if nothing has."""
         if step not in self._ahead:
             self._ahead = {step: self._executor.submit(self._make, step)}
-        return self._ahead[step].done()
-
-    def failure(self, step: int) -> BaseException | None:
-        """Return what was raised when the inputs of a step were made, for which `is_made` is true."""
-        return self._ahead[step].exception()
+        return self._ahead[step]
 
     def close(self) -> None:
         """End the thread as soon as it has made what it is making."""

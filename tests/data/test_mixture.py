@@ -22,9 +22,8 @@ from support import GSM8K, SHAKESPEARE, events, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fsdptrain.config.reader import load
-from fsdptrain.data import parts
-from fsdptrain.data.corpus import Mixture, Stream
-from fsdptrain.data.interleave import Interleave
+from fsdptrain.data import token_store
+from fsdptrain.data.corpus import Interleave, Mixture, Stream
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import find_topology
@@ -119,7 +118,7 @@ def test_epochs_say_how_often_each_source_is_read(tmp_path: Path) -> None:
 
 def test_other_weights_and_names_need_no_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stream_of(a_recipe(tmp_path, {"path": "verse.jsonl", "weight": 1}, MATHS | {"weight": 1}))[0]
-    monkeypatch.setattr(parts.PartEncoder, "encode", pytest.fail)
+    monkeypatch.setattr(token_store.PartEncoder, "encode", pytest.fail)
     after = stream_of(
         a_recipe(tmp_path, {"path": "verse.jsonl", "name": "a", "weight": 9}, MATHS | {"weight": 1, "name": "b"})
     )[0]

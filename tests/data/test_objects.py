@@ -33,11 +33,11 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data import readers, sources
 from fsdptrain.data.columns import read_rows
-from fsdptrain.data.corpus import open_rows
+from fsdptrain.data.prepare import open_rows, open_stream
 from fsdptrain.data.readers import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
-from fsdptrain.data.windows import WindowStream, open_stream, windows_of
+from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
 from fsdptrain.launch.run_lock import DATA_LIKE_CHECKPOINT, check_inputs, is_inside, would_include
 from fsdptrain.plan.plan import Plan, make_plan
@@ -523,24 +523,16 @@ def test_a_run_on_objects_equals_one_on_files_and_resumes_on_another_machine(
     assert "Traceback" not in done.stderr
 
 
-def test_of_windows_only_one_is_downloaded_and_copies_of_other_recipes_stay(
-    tmp_path: Path, bucket: Any, server: ObjectStore
-) -> None:
+def test_of_windows_only_one_is_downloaded(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
     put(bucket, **{f"{number}__jsonl": LINE * (2 + number) for number in range(4)})
     train_bpe(iter([LINE]), 300).save_pretrained(tmp_path / "bpe")
-    written = load(
-        write_recipe(tmp_path, model__tokenizer=str(tmp_path / "bpe"), data__path=str(bucket), data__window=1)
-    )
-    plan = make_plan(written, Topology("cpu", 1, 1))
-    _, second, *_ = windows_of(plan)
-    [known] = [each for each in relist(bucket) if str(each.place) in second]
-    fetch([known])
+    recipe = write_recipe(tmp_path, model__tokenizer=str(tmp_path / "bpe"), data__path=str(bucket), data__window=1)
+    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
     stream = open_stream(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)[0]
-    assert isinstance(stream, WindowStream)
-    assert {*cached(tmp_path)} > {known.copy.name} and len(cached(tmp_path)) == 3  # two copies and a mark
-    stream.corpus.open(1)
-    assert len(cached(tmp_path)) == 3 and gets(server, next(iter(second)).rpartition("/")[2]) == 1
-    stream.corpus.leave([0, 1])
-    assert cached(tmp_path) == [known.copy.name]
+    assert isinstance(stream, WindowStream) and len(cached(tmp_path)) == 1
+    stream.windows.open(1)
+    assert len(cached(tmp_path)) == 2
+    stream.windows.leave([0, 1], remove=True)
+    assert cached(tmp_path) == []
     assert len(stream.batch([0])["input_ids"]) == 1  # it is downloaded and prepared again
-    assert len(cached(tmp_path)) == 3
+    assert len(cached(tmp_path)) == 1

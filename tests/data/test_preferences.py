@@ -16,8 +16,9 @@ from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
-from fsdptrain.data.corpus import Corpus, open_rows, pack_rows
+from fsdptrain.data.corpus import Corpus
 from fsdptrain.data.encode import Encoder
+from fsdptrain.data.prepare import open_rows, pack_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError

@@ -30,7 +30,7 @@ from fsdptrain.failures.heartbeat import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
-BATCH = "fsdptrain.data.corpus:Corpus.batch"  # which `data.batch` of a stream calls
+BATCH = "fsdptrain.data.corpus:Stream.batch"  # which `data.batch` of a stream calls
 MICRO_BATCHES = 2  # of a rank in a step
 
 
@@ -631,7 +631,7 @@ def test_a_process_killed_on_one_node_ends_both(
 def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     do: str, within: float, tmp_path: Path, two_nodes: list[Host], fault_table: FaultTable
 ) -> None:
-    way: dict[str, Any] = {"where": "fsdptrain.data.corpus:prepare", "rank": 1}
+    way: dict[str, Any] = {"where": "fsdptrain.data.prepare:prepare", "rank": 1}
     faults = [
         {**way, "do": do, "mark": str(tmp_path / "lost")},
         {**way, "do": "sleep", "how": {"seconds": 5}, "mark": str(tmp_path / "slow")},

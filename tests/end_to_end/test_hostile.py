@@ -24,8 +24,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from fsdptrain.checkpoint.export_check import open_model
 from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
-from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import safetensors_files
+from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.inference.load_model import opened_model

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from injection import Running, curve, differences, run_with, small_recipe
+from injection import Running, differences, run_with, small_recipe
 from support import SHAKESPEARE, events, fsdptrain, wait_for_step
 
 from fsdptrain.config.reader import load
@@ -22,7 +21,7 @@ from fsdptrain.plan.topology import find_topology
 
 FILES, WINDOW, STEPS = 6, 2, 32  # three windows, and the first one again
 KINDS = ("data", "packed", "tokens")
-ENCODES = "fsdptrain.data.parts:PartEncoder._write"
+ENCODES = "fsdptrain.data.token_store:PartEncoder._write"
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +87,6 @@ def test_ranks_enter_all_windows_and_leave_nothing_of_those_behind(whole: Path) 
         assert len(folders) <= 2 + 2 * (kind == "tokens"), folders
 
 
-def test_one_rank_reads_the_same_samples(whole: Path, corpus: Path, tmp_path: Path) -> None:
-    run(recipe_of(corpus, tmp_path, launch__nproc_per_node=1))
-    one, two = curve(tmp_path / "run"), curve(whole / "run")
-    assert [samples for *_, samples in one.values()] == [samples for *_, samples in two.values()]
-    np.testing.assert_allclose([row[0] for row in one.values()], [row[0] for row in two.values()], rtol=1e-5)
-
-
 def test_a_resume_in_the_second_window_is_bitwise_and_prepares_none_before(
     whole: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -155,14 +147,6 @@ def test_a_stop_while_the_ranks_wait_loses_no_step(whole: Path, corpus: Path, tm
     assert differences(tmp_path / "run", whole / "run") == []
 
 
-def test_a_preparation_that_is_killed_is_done_by_the_ranks(whole: Path, corpus: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(corpus, tmp_path)
-    killed = {"where": "fsdptrain.data.windows:main", "do": "send", "mark": str(tmp_path / "mark")}
-    done = run_with(recipe, killed, **cache_of(tmp_path))
-    assert done.code == 0 and (tmp_path / "mark").exists(), done.output
-    assert differences(tmp_path / "run", whole / "run") == []
-
-
 def test_a_wrong_row_in_a_later_window_ends_the_run_behind_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, tmp_path)
     wrong = Path(file_of(recipe, 1))
@@ -175,11 +159,3 @@ def test_a_wrong_row_in_a_later_window_ends_the_run_behind_a_checkpoint(corpus: 
     assert events(tmp_path / "run", "save")[-1]["step"] == trained > 0
     done = fsdptrain("run", recipe, **cache_of(tmp_path))  # the list of files has the sizes that it had at the start
     assert done.returncode == 2 and "the data differs from that of the run to resume" in done.stderr, done.stderr
-
-
-def test_validate_counts_the_first_window_and_says_so(corpus: Path, tmp_path: Path) -> None:
-    done = fsdptrain("validate", recipe_of(corpus, tmp_path), **cache_of(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    text = " ".join((done.stdout + done.stderr).split())
-    assert "6 files in 3 windows of 2 (data.window); the first has" in text
-    assert [*prepared_rows(tmp_path / "cache").values()] == rows_of_windows(tmp_path / "recipe.yaml")[:1]

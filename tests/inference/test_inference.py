@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
-from fsdptrain.data.corpus import prepare
 from fsdptrain.data.encode import evaluated_prompts
+from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.inference.dialogue import Dialogue, Sampling

@@ -18,7 +18,7 @@ from support import TINY, on_ranks, strategies, write_pairs, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
-from fsdptrain.data.corpus import prepare
+from fsdptrain.data.prepare import prepare
 from fsdptrain.errors import CheckpointError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology

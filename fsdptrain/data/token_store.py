@@ -1,21 +1,24 @@
-"""Data files → parts → tokens in the cache: each part is encoded once, by one of several processes.
+"""Data files → tokens in the cache: parts, each encoded once, and the rows of a data set, which are read from them.
 
 A part is some rows of a large file, or several small files. Its folder in the cache is named by their content and by
 what decides their tokens. So what a killed process had finished is kept, an added file does not redo the others, and
 neither does another `seq_len` or `packing`. The tokens are the same with any number of processes.
+
+A data set has its own folder, with offsets and digest of its rows. Tokens are copied there only from a part in which
+rows are cut: all others are read from the folders of the parts.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
 import pickle
 import signal
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -25,14 +28,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data
 from fsdptrain.config.schema import Data
-from fsdptrain.data.cache import cached_folder, intact_folder, little_part
+from fsdptrain.data.cache import PARTS_FILE, cached_folder, intact_folder
 from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import Unread, read_rows
-from fsdptrain.data.encode import Encoder
-from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
-from fsdptrain.data.sources import Content, contents, fingerprint, open_sources, opened_files, readable_files, stamp
+from fsdptrain.data.encode import OF_TURNS, TRAINED, Encoder
+from fsdptrain.data.readers import BEGIN, PART_BYTES, Cut, DataFile, Source
+from fsdptrain.data.sources import (
+    DIGEST_FILE,
+    Content,
+    contents,
+    fingerprint,
+    open_sources,
+    opened_files,
+    readable_files,
+    stamp,
+)
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, forked_after_import
@@ -47,12 +61,15 @@ NOT_OF_TOKENS = frozenset(
     | {"long_rows", "drop_duplicates", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
-UNREAD_FILE = "unread.json"  # what rows of a folder hold that is not read → [count, part, source of the part, place]
+UNREAD_FILE = "unread.json"  # what rows of a folder hold that is not read → [count, place of the first]
 SMALL = 2**20  # bytes; smaller files share parts
 POOLED = 2**25  # bytes to encode from which on more processes are worth their start
 POLL_S = 0.2  # between two reports of what the processes have done
 
+Array = np.ndarray[Any, Any]
 Run = Callable[[str, Sequence[tuple[Any, ...]], Callable[[], None]], Iterator[Any]]
+RowBytes = tuple[bytes, bytes]  # tokens, uint32, and whether each is trained
+TOKENS, FLAGS = np.dtype(np.uint32), np.dtype(np.bool_)
 
 
 @dataclass(frozen=True)
@@ -124,18 +141,17 @@ class PartEncoder:
     A folder has `tokens.bin` (uint32 [T]), `trained.bin` (bool [T]), `kept.bin` (uint32 [R], tokens of each row),
     `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained), `notes.json` and
     UNREAD_FILE; with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation each row is.
-    `little`: a folder with fewer bytes is compared with its checksums whenever it is used.
     """
 
-    def __init__(self, settings: tuple[Any, Data, date | None, int], report: Callable[[int], None]) -> None:
-        """Take tokenizer, data, the day that a chat template sees, and `little` as `settings`."""
+    def __init__(self, settings: tuple[Any, Data, date | None], report: Callable[[int], None]) -> None:
+        """Take tokenizer, data, and the day that a chat template sees as `settings`."""
         self.settings, self.report = settings, report
-        self.tokenizer, self.data, self.day, self.little = settings
+        self.tokenizer, self.data, self.day = settings
         self.key = token_key(self.tokenizer, self.data, self.day)
 
     def found(self, part: DataPart) -> Path | None:
         """Return the folder of a part that is in the cache."""
-        return intact_folder(KIND, [self.key, part.content, None], self.little)
+        return intact_folder(KIND, [self.key, part.content, None])
 
     def count(self, part: DataPart) -> int:
         """Return the number of rows of a part."""
@@ -150,7 +166,7 @@ class PartEncoder:
                 if stamp(file) != before:
                     raise DataError(f"{file} changed while it was read: run again when nothing writes to it")
 
-        return cached_folder(KIND, [self.key, part.content, limit], write, self.little)
+        return cached_folder(KIND, [self.key, part.content, limit], write)
 
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
         encoder = Encoder(self.tokenizer, self.data, self.day, lambda: self.report(0))
@@ -170,22 +186,7 @@ class PartEncoder:
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-        found = {what: [count, 0, *_place_in(part, place)] for what, (count, place) in unread.found.items()}
-        (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _place_in(part: DataPart, place: str) -> tuple[int, str]:
-    """Return the place of a row as the number of its source and what follows the source's name, which may change."""
-    names = [source.name for source in part.sources if place.startswith(source.name)]
-    name = max(names, key=len)
-    return [source.name for source in part.sources].index(name), place.removeprefix(name)
-
-
-def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
-    """Return what rows hold that is not read → how often, and the first place, from a folder that `join` wrote."""
-    found = json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8"))
-    parts = parts_of(path) if found else []
-    return {what: (count, parts[n].sources[i].name + rest) for what, (count, n, i, rest) in found.items()}
+        (folder / UNREAD_FILE).write_text(json.dumps(unread.found), encoding="utf-8")
 
 
 def notes_of(folder: Path) -> dict[str, int]:
@@ -210,7 +211,7 @@ def encode_parts(
     def show() -> None:
         progress("tokenise", done.value, total)
 
-    encoder = PartEncoder((tokenizer, data, day, little_part(len(parts))), report)
+    encoder = PartEncoder((tokenizer, data, day), report)
     found = [encoder.found(part) for part in parts]
     missing = [part for part, folder in zip(parts, found, strict=True) if folder is None]
     cores = min(len(os.sched_getaffinity(0)), len(missing)) if sum(part.size for part in missing) >= POOLED else 1
@@ -223,14 +224,8 @@ def encode_parts(
         total = sum(most for n, most, folder in zip(counts, wanted, found, strict=True) if not folder or most < n)
         show()
         folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
-        for number, count in enumerate(counts):
-            try:
-                folder = next(folders) if wanted[number] else None
-            except BrokenRows:  # others may follow in later parts
-                rest = (source for part in parts[number:] for source in part.sources)
-                collections.deque(read_rows(rest, data, sum(wanted[number:])), maxlen=0)
-                raise
-            yield count, folder
+        for count, most in zip(counts, wanted, strict=True):
+            yield count, next(folders) if most else None
 
 
 @contextlib.contextmanager
@@ -296,3 +291,149 @@ def _start(environment: dict[str, str], settings: bytes, done: Any) -> None:
 
 def _call(name: str, *arguments: Any) -> Any:
     return getattr(_encoder, name)(*arguments)
+
+
+class TokenArray:
+    """The arrays of several files as one [T], of which a slice reads no more than it needs."""
+
+    def __init__(self, folder: Path, stream: str) -> None:
+        """`stream`: tokens or trained. `folder` is one that `join` wrote."""
+        parts = json.loads((folder / PARTS_FILE).read_text(encoding="utf-8"))
+        self.dtype = {"tokens": TOKENS, "trained": FLAGS}[stream]
+        self.starts = np.cumsum([0, *(count for _, count, _ in parts)])
+        self.files = [
+            folder / f"{stream}-{number}.bin" if is_copied else folder.parent.parent / name / f"{stream}.bin"
+            for number, (name, _, is_copied) in enumerate(parts)
+        ]
+        self.folders = [folder, *(folder.parent.parent / name for name, *_ in parts)]  # of the cache, with parts
+        self._opened: dict[int, Array] = {}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return len(self) * self.dtype.itemsize
+
+    def __getitem__(self, wanted: slice) -> Array:
+        start, stop, _ = wanted.indices(len(self))
+        # A last piece of one token predicts the empty slice at the very end: it is of the last file.
+        first = min(int(np.searchsorted(self.starts, start, side="right")), len(self.files)) - 1
+        if stop <= self.starts[first + 1]:  # as all pieces of rows
+            begin = int(self.starts[first])
+            return self._open(first)[start - begin : stop - begin]
+        last = int(np.searchsorted(self.starts, stop))
+        parts = [self._open(number) for number in range(first, last)]
+        return np.concatenate(parts)[start - self.starts[first] : stop - self.starts[first]]
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        return self[:]
+
+    def open_files(self) -> None:
+        """Open all files, so that they can be read after they were removed."""
+        for number in range(len(self.files)):
+            self._open(number)
+
+    def _open(self, number: int) -> Array:
+        if number not in self._opened:  # a plain array: slicing a memory map takes ten times as long
+            self._opened[number] = np.asarray(np.memmap(self.files[number], self.dtype, "r"))
+        return self._opened[number]
+
+
+def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -> dict[str, int]:
+    """Write the rows of all parts, in order, to a folder of the cache; return counts of rows and tokens.
+
+    `encoded`: rows in each part, and its folder, or None if it is not used. Beside PARTS_FILE, `ends.bin` has the
+    offsets of the rows (int64 [R+1]), `lengths.bin` the tokens of every row that was read (uint32) and, with
+    `data.turns: split`, `conversations.bin` the conversation of each row (uint32 [R]).
+    """
+    treatment, width = data.treatment, data.format.rows
+    notes = dict.fromkeys(["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens", *OF_TURNS], 0)
+    if treatment == "drop":
+        notes["too_long"] = 0
+    if data.turns == "split":
+        notes["conversations"] = 0
+    ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
+    parts, unread, digest = list[tuple[str, int, bool]](), dict[str, list[Any]](), hashlib.sha256()
+    for available, part in encoded:
+        notes["available"] += available
+        if part is None:
+            continue
+        found, read, kept = notes_of(part), *(np.fromfile(part / f"{of}.bin", TOKENS) for of in ("lengths", "kept"))
+        # Cut or leave out what is too long. What is not is read where it is.
+        rows: Iterable[RowBytes | None] = _rows(part, kept)
+        is_copied = treatment in ("cut", "drop") and bool((kept.reshape(-1, width).sum(axis=1) > data.seq_len).any())
+        if is_copied:
+            rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment, width), folder, len(parts))
+        sizes = np.zeros(len(kept), np.int64)
+        for number, row in enumerate(rows):
+            if row is not None:
+                tokens, flags = row
+                digest.update(len(flags).to_bytes(8) + tokens + flags)
+                notes["label_tokens"] += flags.count(TRAINED, 1)  # nothing predicts the first token of a row
+                sizes[number] = len(flags)
+        used = sizes > 0
+        lengths.append(read)
+        ends.append(notes["tokens"] + np.cumsum(sizes[used]))
+        if data.turns == "split":
+            numbers = np.fromfile(part / "conversations.bin", TOKENS)[used]
+            conversations.append((numbers + notes["conversations"]).astype(TOKENS))
+            notes["conversations"] += found["rows"]
+        # Rows that are both too long and without a trained token are counted as too long.
+        long = int(np.count_nonzero(read > data.seq_len))
+        if treatment != "continued":
+            notes["too_long" if treatment == "drop" else treatment] += long
+        dropped = found["dropped"] + int(np.count_nonzero(~used)) // width
+        notes["dropped"] += dropped - long if treatment == "drop" else dropped
+        notes["rows"] += len(read)
+        notes["tokens"] += int(sizes.sum())
+        for name in OF_TURNS:
+            notes[name] += found.get(name, 0)
+        for what, (count, place) in json.loads((part / UNREAD_FILE).read_text(encoding="utf-8")).items():
+            unread.setdefault(what, [0, place])[0] += count
+        if used.any():
+            parts.append((f"{part.parent.name}/{part.name}", int(sizes.sum()), is_copied))
+    for name, arrays in (("ends", ends), ("lengths", lengths), ("conversations", conversations)):
+        if arrays:
+            np.concatenate(arrays).tofile(folder / f"{name}.bin")
+    (folder / UNREAD_FILE).write_text(json.dumps(unread), encoding="utf-8")
+    (folder / PARTS_FILE).write_text(json.dumps(parts), encoding="utf-8")
+    (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")
+    return notes
+
+
+def _rows(part: Path, lengths: Array) -> Iterator[RowBytes]:
+    """Yield the rows of a part: tokens as bytes, and flags."""
+    if not len(lengths):
+        return
+    tokens = np.asarray(np.memmap(part / "tokens.bin", TOKENS, "r"))
+    flags = np.asarray(np.memmap(part / "trained.bin", FLAGS, "r"))
+    stop = 0
+    for length in lengths.tolist():
+        start, stop = stop, stop + length
+        yield tokens[start:stop].tobytes(), flags[start:stop].tobytes()
+
+
+def _fitted(rows: Iterator[RowBytes], size: int, treatment: str, width: int) -> Iterator[RowBytes | None]:
+    """Yield rows, of which every `width` have at most `size` tokens together: longer ones are cut, or None.
+
+    They are None if any of them would have no trained token. Of two, the longer one gets what the other leaves.
+    """
+    for whole in zip(*[rows] * width, strict=True):
+        sizes = [len(flags) for _, flags in whole]
+        limit = max(size // width, size - sum(sizes) + max(sizes))
+        if sum(sizes) > size and (treatment == "drop" or any(TRAINED not in flags[1:limit] for _, flags in whole)):
+            yield from [None] * width
+        else:
+            yield from ((tokens[: limit * TOKENS.itemsize], flags[:limit]) for tokens, flags in whole)
+
+
+def _copied(rows: Iterable[RowBytes | None], folder: Path, number: int) -> Iterator[RowBytes | None]:
+    """Write rows to files of a folder, and yield them."""
+    with (folder / f"tokens-{number}.bin").open("wb") as tokens, (folder / f"trained-{number}.bin").open("wb") as flags:
+        for row in rows:
+            if row is not None:
+                tokens.write(row[0])
+                flags.write(row[1])
+            yield row

@@ -1,0 +1,441 @@
+"""Rows → tokens → packed sequences, before any process group exists: in a run, or ahead of it (`fsdptrain prepare`).
+
+The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
+for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdptrain.config.mixture import describe_readings, reading, readings, source_named, sources_of
+from fsdptrain.config.paths import DataPath, cache_root, places
+from fsdptrain.config.schema import Data
+from fsdptrain.data.cache import cached_folder
+from fsdptrain.data.corpus import Corpus, EncodedRows, Interleave, Mixture, Stream, digest_of
+from fsdptrain.data.encode import OF_TURNS
+from fsdptrain.data.hub import go_offline_if_unreachable
+from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
+from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date, pinned_windows
+from fsdptrain.data.sources import (
+    DIGEST_FILE,
+    data_stamps,
+    fingerprint,
+    first_source,
+    quick_fingerprint,
+    readable_files,
+    splits_note,
+)
+from fsdptrain.data.token_store import UNREAD_FILE, TokenArray, encode_parts, join, parts_of, token_key
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.data.windows import Windows, WindowStream, of_first_window, of_window, windows_note
+from fsdptrain.errors import DataError, listed
+from fsdptrain.plan.plan import LAYOUT, Plan
+from fsdptrain.processes import Child, records_of_parent
+from fsdptrain.run_folder.events import Progress
+from fsdptrain.text import counted, duration, rate, share, size
+
+NICENESS = 19  # of the process that prepares the next window
+
+
+def open_stream(
+    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
+) -> tuple[Stream, list[int], Corpus | Mixture]:
+    """Return what `prepare` returns; with several windows (`data.window`), of the one in which the run continues.
+
+    Raises as `prepare` does, and as `Windows.open`.
+    """
+    first, files = of_first_window(plan)
+    if len(files) == 1:
+        return prepare(first, tokenizer, progress, count_padding, day)
+
+    def make(number: int, progress: Progress) -> Corpus:
+        stream, *_ = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+        return stream.part(0)
+
+    listing, pinned = quick_fingerprint(plan.data_path, 0), pinned_windows(plan.rundir)
+    known = pinned["read"] if pinned.get("files") == listing else []  # else the run is refused, if it is resumed
+    windows = Windows(files, make, known)
+    made = max(plan.rundir.checkpoint_steps(), default=0) * plan.recipe.train.global_batch_size
+    number = next(iter(windows.known_at([made])), len(known))
+    # What identifies the data is of the first window, and so is the size of the whole: every start finds the same.
+    corpus = dataclasses.replace(windows.open(number, progress), fingerprint=listing, digest=known[0]["tokens"])
+    epoch = windows.estimated_length()
+    stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), epoch, windows)
+    _, held_out, eval_corpus = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+    return stream, held_out, eval_corpus
+
+
+def prepare_in_child(plan: Plan, files: Iterable[str], cores: Iterable[int]) -> Child:
+    """Start a process that prepares a window for those that will open it, on these cores, when they are idle."""
+    child = Child(__name__, niceness=NICENESS)
+    child.send({"plan": of_window(plan, files).to_json(), "cores": [*cores]})
+    return child
+
+
+def main() -> None:
+    """Prepare the data of a plan that the parent sends. What goes wrong is reported by the ranks, which try it, too."""
+    record = next(records_of_parent())
+    os.sched_setaffinity(0, record["cores"])
+    plan = Plan.from_json(record["plan"])
+    tokenizer = load_tokenizer(plan, lambda *_: None)
+    prepare(plan, tokenizer, lambda *_: None, day=pin_date(plan, tokenizer, plan.rundir, keep=False))
+
+
+def prepare(
+    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
+) -> tuple[Stream, list[int], Corpus | Mixture]:
+    """Return the training stream, the held-out sequence numbers and their corpus; `count_padding` as in `Corpus`.
+
+    With `data.eval.fraction` and several sources, that corpus has a part for each. `day` is what a chat template sees
+    as today. Raises DataError for wrong rows, and when no row of a source has a trained token.
+    """
+    seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
+
+    def packed(data: Data, max_rows: int | None, **options: Any) -> list[Corpus]:
+        rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
+        return [
+            dataclasses.replace(each, count_padding=count_padding) for each in pack_rows(rows, data, seed, **options)
+        ]
+
+    trained, held_out = list[Corpus](), list[Corpus]()
+    for source in plan.sources:
+        with errors_of(source.name if plan.recipe.data.sources else None):
+            train, *held = packed(
+                source.data, source.data.max_rows, fraction=wanted.get("fraction"), earlier=[*trained]
+            )
+        trained.append(train)
+        held_out += held
+    if plan.eval_path is not None:
+        held_out += packed(_held_out_data(plan, plan.eval_path), wanted.get("max_rows"))
+    stream = Stream.of(plan.sources, trained, seed)
+    corpus = Mixture.of(held_out) if held_out else stream.corpus
+    return stream, list(range(len(corpus))) if held_out else [], corpus
+
+
+def _held_out_data(plan: Plan, path: str) -> Data:
+    """Return how the held-out file of a recipe is read: in a mixture as the source that is named or its columns fit.
+
+    The keys of `data` itself go first if a source has their format. Raises DataError if the sources read it in
+    different ways, or none can.
+    """
+    data = dataclasses.replace(plan.recipe.data, path=path, window=None)
+    if not data.sources:
+        return data
+    if named := data.eval.get("source"):
+        return reading(data, source_named(data, named))
+    readable_files(path, limit=1)
+    columns = first_source(path).columns
+    found = readings(data, columns)
+    if data.format in {source.data.format for source in sources_of(data)}:
+        found = readings(dataclasses.replace(data, sources=[]), columns) or found
+    if len(found) == 1:
+        return next(iter(found.values()))
+    way_out = "name one in data.eval.source"
+    if found:
+        raise DataError(f"data.eval.path: sources read these columns in different ways ({listed(found)}): {way_out}")
+    raise DataError(
+        f"data.eval.path: its columns ({listed(columns)}) fit no source ({describe_readings(data)}): {way_out}"
+    )
+
+
+@contextlib.contextmanager
+def errors_of(source: str | None) -> Iterator[None]:
+    """Name the source of a mixture in the errors of its data; None: there is only one."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{error} (source {source})") if source else error from None
+
+
+def row_notes(plan: Plan, train: Corpus | Mixture, held_out: Corpus | Mixture) -> tuple[list[str], list[str]]:
+    """Return sentences on rows of which not all is used, and sentences on rows that are divided."""
+    lost: list[str] = []
+    divided: list[str] = []
+    names = [f"{source.name}: " if plan.recipe.data.sources else "" for source in plan.sources]
+    for name, source in zip(names, plan.sources, strict=True):
+        divided += [f"{name}{text}" for text in splits_note(source.data.path, plan.eval_path)]
+    sets = [*zip(names, train.parts, strict=True)]
+    if plan.eval_path is not None and held_out.name != train.name:
+        sets += [("data.eval: ", rows) for rows in held_out.parts]
+    for name, rows in sets:
+        for texts, found in zip((lost, divided), notes_on_rows(rows), strict=True):
+            texts += [f"{name}{text}" for text in found]
+    return lost, divided
+
+
+def reading_notes(plan: Plan, stream: Stream) -> list[str]:
+    """Return sentences on the sources of a mixture that are read again earlier than the others, or not to the end."""
+    if not plan.recipe.data.sources:
+        return []
+    steps = plan.total_steps(len(stream))
+    positions = steps * plan.recipe.train.global_batch_size
+    notes, usual = [], positions / len(stream)
+    for source, times in zip(plan.sources, stream.reads(positions), strict=True):
+        if times > max(1.0, 1.01 * usual):
+            first = math.ceil(steps / times)
+            notes.append(
+                f"{source.name}: read {times:.2f} times in the run; it is repeated from about step {first:,} on"
+            )
+        elif times < min(1.0, 0.99 * usual):
+            notes.append(f"{source.name}: only {times:.1%} of it is read in the run")
+    return notes
+
+
+def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
+    """Return sentences on rows that are lost, as a whole or in part, and on what else was done with the data."""
+    notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
+    lost = {
+        "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
+        "too_long": f"dropped: longer than {limit} (data.long_rows)",
+        "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
+    }
+    divided = {
+        "split": f"split into pieces of at most {limit} (data.seq_len)",
+        "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
+        "in_earlier_sources": "dropped: the same tokens as a row of an earlier source (data.drop_duplicates)",
+    }
+    found_lost, found_divided = (
+        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
+        for texts in (lost, divided)
+    )
+    found_lost += [
+        f"{what} ({counted(count, 'time')}, first in {place})" for what, (count, place) in rows.unread.items()
+    ]
+    found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
+    if empty := notes.get("empty_files"):
+        found_divided.append(f"{counted(empty, 'empty file')} skipped")
+    if notes.get("divided"):
+        found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
+    return found_lost, found_divided
+
+
+def pack_rows(
+    rows: EncodedRows,
+    data: Data,
+    seed: int,
+    fraction: float | None = None,
+    earlier: Sequence[EncodedRows] = (),
+) -> list[Corpus]:
+    """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
+
+    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one, or one of the
+    `earlier` sources, are left out before. A text is divided only when whole rows give less than half of the tokens to
+    hold out. Its end is then held out as a row of its own, so that none of its tokens is a label of the first part.
+    Raises DataError when either corpus would be empty.
+    """
+    names = ("train",) if fraction is None else ("train", "held")
+
+    def write(folder: Path) -> None:
+        ends = rows.wholes
+        kept, counts = np.arange(len(ends) - 1), dict[str, int]()
+        if data.drop_duplicates:
+            kept, counts = first_of_equal_rows(rows, earlier)
+            if not len(kept):
+                raise DataError("data.drop_duplicates: all rows are in earlier sources, too: remove this one")
+        starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
+        counts["tokens"] = int((stops - starts).sum())
+        if fraction is not None:
+            lengths, part = stops - starts, np.arange(len(kept))
+            if rows.conversations is not None:  # all rows of a conversation are on one side
+                part = np.unique(rows.conversations[kept], return_inverse=True)[1]
+                lengths = np.bincount(part, lengths).astype(np.int64)
+            held, divided = choose_held_out(lengths, fraction, seed, data.format.long_rows == "split")
+            held = held[part]
+        if divided is not None:
+            row, tokens = divided
+            edge = stops[row] - tokens
+            starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
+            held = np.insert(held, row + 1, True)
+        for name, side in zip(names, (~held, held), strict=False):
+            pieces, offsets, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
+            if not len(pieces):
+                use = "to hold out" if name == "held" else "to train on"
+                raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
+            if rows.paired:
+                pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
+            counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
+            for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
+                np.save(folder / f"{name}-{kind}.npy", values)
+        notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+
+    key = [rows.name, rows.seq_len, data.packing, seed, fraction, LAYOUT]
+    if data.drop_duplicates:
+        key += ["drop_duplicates", *(each.name for each in earlier)]
+    folder = cached_folder("packed", key, write)
+    notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    # So that a run of a version that kept these rows is not resumed without them.
+    digest = digest_of([rows.digest, "in_earlier_sources"]) if notes.get("in_earlier_sources") else rows.digest
+    return [
+        Corpus(
+            **vars(rows)
+            | {"notes": notes, "digest": digest}
+            | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
+        )
+        for name in names
+    ]
+
+
+_PACKED = {"pieces": "pieces", "offsets": "blocks", "labels": "labels"}  # field of `Corpus` → its file in the cache
+
+
+def _array(path: Path) -> Any:
+    return np.load(path, mmap_mode="r")
+
+
+def choose_held_out(
+    lengths: Ints, fraction: float, seed: int, divisible: bool
+) -> tuple[np.ndarray[Any, Any], tuple[int, int] | None]:
+    """Draw rows of these lengths [R] by `seed` until they have this fraction of all tokens.
+
+    Returns whether each row is held out [R], and (row, tokens to hold out of its end) if one is to be divided.
+    """
+    wanted = round(fraction * int(lengths.sum()))
+    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # [seed, epoch] is the stream's
+    short = drawn[lengths[drawn] <= wanted]
+    whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
+    missing = wanted - int(lengths[whole].sum())  # tokens that whole rows do not give
+    held = np.zeros(len(lengths), bool)
+    held[whole] = True
+    if missing <= wanted / 2 or len(short) == len(drawn):
+        return held, None
+    long = int(drawn[lengths[drawn] > wanted][0])
+    held[long] = not divisible
+    return held, (long, missing) if divisible else None
+
+
+def first_of_equal_rows(rows: EncodedRows, earlier: Sequence[EncodedRows]) -> tuple[Ints, dict[str, int]]:
+    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained.
+
+    Also how many others there are: those that equal one of their own source, and those of `earlier` sources alone.
+    """
+    digests = _digests(rows)
+    first = np.sort(np.unique(digests, return_index=True)[1])
+    known = np.isin(digests[first], np.concatenate([digests[:0], *map(_digests, earlier)]))
+    return first[~known], {"duplicates": len(digests) - len(first), "in_earlier_sources": int(known.sum())}
+
+
+def _digests(rows: EncodedRows) -> np.ndarray[Any, Any]:
+    """Return a digest of each row."""
+    digests = bytearray()
+    for start, stop in itertools.pairwise(rows.ends.tolist()):
+        digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
+        digest.update(rows.trained[start:stop].tobytes())
+        digests += digest.digest()
+    return np.frombuffer(digests, "S16")
+
+
+def open_rows(
+    path: DataPath, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
+) -> EncodedRows:
+    """Return the rows of a data path from the cache, made by the first process that needs them, with all cores.
+
+    Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
+    """
+    readable_files(path, progress=progress)  # downloads what is in an object store
+    before = data_stamps(path)
+    content = fingerprint(path)
+    limit = None if data.treatment == "continued" else data.seq_len  # above which a row is cut or dropped, or counted
+    key = [LAYOUT, token_key(tokenizer, data, day), content, max_rows, data.treatment, limit]
+
+    def write(folder: Path) -> None:
+        parts = parts_of(path)
+        with contextlib.closing(encode_parts(parts, tokenizer, data, day, max_rows, progress)) as encoded:
+            notes = join(folder, encoded, data)
+        if notes["tokens"] == 0:
+            long = f"; {found:,} are longer than data.seq_len" if (found := notes.get("too_long")) else ""
+            raise DataError(f"{listed(places(path))}: none of the {notes['rows']} rows has a trained token{long}")
+        if data_stamps(path) != before:
+            raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
+        notes["empty_files"] = len(before) - len({file for part in parts for file in part.stamps})
+        (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+
+    folder = cached_folder("data", key, write)
+    streams: dict[str, Any] = {name: TokenArray(folder, name) for name in ("tokens", "trained")}
+    names = _OF_ROWS if data.turns == "split" else _OF_ROWS.keys() - {"conversations"}
+    arrays = {name: np.memmap(folder / f"{name}.bin", _OF_ROWS[name], "r") for name in names}
+    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
+    return EncodedRows(
+        **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
+        name=folder.name, paired=data.format.is_paired,
+        unread=json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8")),
+    )  # fmt: skip
+
+
+_OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32, "conversations": np.uint32}
+
+
+class _Watch:
+    """Passes progress on, and measures how many rows were encoded, without those in the cache, and for how long."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.rows, self.seconds = progress, 0, 0.0
+        self._last = (0, time.monotonic())
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage == "tokenise":
+            if done:
+                self.rows, self.seconds = self.rows + done - self._last[0], self.seconds + now - self._last[1]
+            self._last = (done, now)
+        self.progress(stage, done, total)
+
+
+def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Tokenise and pack the data of a plan, of several windows the first, into the cache; return what it became.
+
+    Raises RecipeError for the tokenizer and DataError for the data, as the run would.
+    """
+    go_offline_if_unreachable(plan, progress)
+    plan, windows = of_first_window(pin_commits(plan, plan.rundir, keep=False))
+    tokenizer, watch = load_tokenizer(plan, progress), _Watch(progress)
+    day = pin_date(plan, tokenizer, plan.rundir, keep=False)
+    stream, held_out, eval_corpus = prepare(plan, tokenizer, watch, day=day)
+    packed = [corpus for mixed in (stream.corpus, eval_corpus) for corpus in mixed.parts]
+    made = list({corpus.name: corpus for corpus in packed}.values())
+    rows, tokens = (sum(corpus.notes[name] for corpus in made) for name in ("rows", "tokens"))
+    arrays = [array for corpus in made for array in (corpus.tokens, corpus.trained, corpus.ends, corpus.lengths)]
+    arrays += [array for corpus in packed for array in (corpus.pieces, corpus.labels)]
+    lost, divided = row_notes(plan, stream.corpus, eval_corpus)
+    if len(windows) > 1:
+        divided.append(f"{windows_note(windows, len(stream))}: only the first is prepared")
+    return {
+        "rows": rows, "tokens": tokens, "label_tokens": sum(corpus.notes["label_tokens"] for corpus in made),
+        "sequences": len(stream), "eval_sequences": len(held_out), "encoded_rows": watch.rows,
+        "seconds": watch.seconds, "tokens_per_s": tokens * watch.rows / rows / watch.seconds if watch.rows else None,
+        "cache": str(cache_root()), "host": socket.gethostname(), "bytes": sum(array.nbytes for array in arrays),
+        "notes": [*lost, *divided, *([date_note(day)] if day else [])],
+    }  # fmt: skip
+
+
+def prepared_lines(made: dict[str, Any], seq_len: int) -> Iterator[str]:
+    """Yield what `prepare_ahead` returned, for a reader."""
+    found = "all of it was in the cache"
+    if made["encoded_rows"]:
+        known = made["rows"] - made["encoded_rows"]
+        found = (
+            f"{rate(made['tokens_per_s'])}, {duration(made['seconds'])}"
+            + f"; {known:,} rows were in the cache" * bool(known)
+        )
+    yield f"{counted(made['rows'], 'row')}, {made['tokens']:,} tokens, {made['label_tokens']:,} trained ({found})"
+    held_out = f"; {made['eval_sequences']:,} held out" if made["eval_sequences"] else ""
+    yield f"{counted(made['sequences'], 'sequence')} of {seq_len:,} tokens{held_out}"
+    yield f"{size(made['bytes'])} in {made['cache']} on {made['host']}; another host needs a cache of its own"
+    yield from (f"note: {note}" for note in made["notes"])
