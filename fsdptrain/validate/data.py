@@ -284,7 +284,9 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         findings.add_item(HEADING, "table", header=header, rows=table)
     else:
         show_rows(data, packed, findings)
-
+    mixed, of_epoch = "", " in an epoch" if sources else ""
+    if data.packing != "none" and not sources:
+        mixed = f", {packed['rows_per_sequence']:.1f} rows per sequence"
     findings.add_lines(
         HEADING,
         f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{of_epoch}, "

@@ -62,7 +62,7 @@ from fsdptrain.run_folder.ownership import (
     write_mark,
 )
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.run_folder.storage import remove_checkpoint
+from fsdptrain.run_folder.storage import MANIFEST_NAME, remove_checkpoint
 
 
 def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:

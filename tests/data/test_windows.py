@@ -246,7 +246,16 @@ def test_held_out_files_are_those_of_a_run_without_windows(tmp_path: Path, bpe: 
 
 @pytest.mark.parametrize(
     "changes",
-    [],
+    [
+        {"data": {"sources": [{"path": "a"}], "window": 2}},
+        {"data__eval": {"fraction": 0.1}},
+        {"data__drop_duplicates": True},
+        {"data__max_rows": 9},
+        {"train__objective": "dpo", "data__format": "preference"},
+        {"train__steps": None, "train__epochs": 1},
+        {"model__tokenizer": {"train": 300}},
+        {"data__path": "org/name"},
+    ],
 )
 def test_what_needs_all_data_is_refused(tmp_path: Path, bpe: str, changes: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:

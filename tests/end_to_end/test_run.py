@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -307,7 +308,8 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
     wait_for_step(run, 2)
     for _ in range(2):
         for pid in {process.pid, *processes_using(run)}:
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended after the first signal
+                os.kill(pid, signal.SIGTERM)
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 75, output
     assert "2 × cpu (from Slurm job 6), FULL_SHARD" in output
