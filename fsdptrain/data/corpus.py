@@ -426,8 +426,9 @@ class Stream:
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """Return the sequence numbers at these positions of the stream."""
+        places = [*map(self.place, positions)]
         starts = self.starts
-        return [starts[source] + number for source, number in map(self.place, positions)]
+        return [starts[source] + number for source, number in places]
 
     def reads(self, positions: int) -> list[float]:
         """Return how often each source is read in the first positions of the stream."""
