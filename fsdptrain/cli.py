@@ -270,8 +270,8 @@ def run(
         # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
         limits = limits_here()
-        as_written = dataclasses.replace(plan, recipe=written.recipe)
-        notes = uncompiled_note(as_written, limits), unused_cards_note(os.environ)
+        plan_before_compile_fallback = dataclasses.replace(plan, recipe=written.recipe)
+        notes = uncompiled_note(plan_before_compile_fallback, limits), unused_cards_note(os.environ)
         for warning in (*untested_versions(), *risky_limits(plan, limits), *notes):
             if warning:
                 screen.say(warning)

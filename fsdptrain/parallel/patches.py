@@ -269,7 +269,7 @@ def allow_graphs(count: int) -> None:
     config.recompile_limit = max(config.recompile_limit, count)
 
 
-def leave_open(arguments: Sequence[str]) -> None:
+def mark_dynamic_arguments(arguments: Sequence[str]) -> None:
     """Let torch.compile keep numbers and shapes of these keyword arguments as symbols; all others are static."""
     config = torch.compiler.config  # a setting: patterns of dynamo's names, as `L['kwargs']['documents']`
     patterns = [pattern for pattern in config.dynamic_sources.split(",") if pattern]

@@ -33,7 +33,7 @@ from fsdptrain.parallel.patches import (
     gather_itself,
     keep_float32,
     keeps_integers,
-    leave_open,
+    mark_dynamic_arguments,
     name_collectives,
     takes_two_dtypes,
 )
@@ -221,7 +221,7 @@ def compile_layers(layers: list[nn.Module]) -> None:
     read: their number and the longest of them are symbols in the graph, so that other documents do not compile again.
     """
     allow_graphs(GRAPHS)
-    leave_open(["documents", "longest_document", "packed_documents"])
+    mark_dynamic_arguments(["documents", "longest_document", "packed_documents"])
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 

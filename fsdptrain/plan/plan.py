@@ -509,7 +509,9 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
 
 
-ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
+MAX_STATE_FRACTION = (
+    0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
+)
 
 
 def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
@@ -517,7 +519,7 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
 
     One rank gathers from nobody, but FSDP copies weights into the compute dtype whenever it gathers a unit, and its
     gradients in several passes whenever it reduces them. So the weights stay gathered for the step and gradients are
-    held, if there is ROOM for a copy of all weights with another dtype. Any other plan is returned as it is.
+    held, if there is MAX_STATE_FRACTION for a copy of all weights with another dtype. Any other plan is returned as it is.
     """
     fsdp = plan.recipe.fsdp
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
@@ -527,7 +529,7 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     dtypes, frozen = fsdp.mixed_precision, plan.gathered_bytes(counts.of_frozen())
     copied = BYTES[dtypes.param_dtype] * counts.trained if dtypes.param_dtype != plan.recipe.model.dtype else 0
     needed = plan.state_bytes(weights) + frozen + copied + BYTES[dtypes.reduce_dtype] * counts.trained
-    if strategy is fsdp.strategy or needed > ROOM * memory:
+    if strategy is fsdp.strategy or needed > MAX_STATE_FRACTION * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
 

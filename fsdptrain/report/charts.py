@@ -173,7 +173,7 @@ def _measured(runs: Sequence[RunHistory], name: str) -> Chart | None:
 
 
 def _memory(runs: Sequence[RunHistory]) -> Chart | None:
-    """Return the chart of the fullest rank's memory beside the forecast and the card's limit."""
+    """Return the chart of the peak memory of the highest rank beside the forecast and the card's limit."""
     curves, limits, notes = list[Curve](), dict[str, float](), list[str]()
     for number, run in enumerate(runs):
         for name, label in MEMORY.items() if len(runs) == 1 else [("peak_memory_bytes", run.label)]:
@@ -188,7 +188,7 @@ def _memory(runs: Sequence[RunHistory]) -> Chart | None:
     if not curves:
         return None
     notes += [f"{label}: {size(value)}" for label, value in limits.items() if "forecast" not in label]
-    return Chart("Memory of the fullest rank", curves, size, "; ".join(notes), limits, from_zero=True)
+    return Chart("Peak memory (highest rank)", curves, size, "; ".join(notes), limits, from_zero=True)
 
 
 def _colour(number: int) -> int:

@@ -38,7 +38,7 @@ def _describe_state(rundir: RunDir, earlier: EarlierAttempts) -> str:
     if not earlier.step:
         return "starts from step 0 (no checkpoint yet)" if rundir.metrics.exists() else "new"
     if earlier.trained:
-        return f"all {counted(earlier.step, 'step')} are trained; evaluation or export is not complete"
+        return f"{earlier.step:,}/{earlier.step:,} steps; evaluation or export is not complete"
     return f"resumes after step {earlier.step}"
 
 

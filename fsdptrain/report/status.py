@@ -51,7 +51,7 @@ UNKNOWN: dict[str, Any] = {
 ENDED = ("finished", "stopped", "failed", "killed")
 
 
-class Waiting:
+class NotStartedRun:
     """A folder that `submit` has prepared: no attempt has started in it."""
 
     def __init__(self, rundir: RunDir) -> None:
@@ -270,10 +270,10 @@ class Observer:
         return {name: found[name] for name in ("step", "rank", "cause", "cost")}
 
 
-def observe(rundir: RunDir) -> Observer | Waiting:
+def observe(rundir: RunDir) -> Observer | NotStartedRun:
     """Return what follows the run in a folder; raise RecipeError if it is no run folder, or of another version."""
     if is_marked(rundir.root) and not os.path.lexists(rundir.plan):
-        return Waiting(rundir)
+        return NotStartedRun(rundir)
     return Observer(rundir)
 
 
@@ -354,7 +354,7 @@ def watch(rundir: RunDir, console: Console) -> None:
     bar, text, observer = LiveLine(), Text(), observe(rundir)
     with contextlib.suppress(Interrupted), Live(Group(text, bar), console=console, auto_refresh=False) as display:
         while True:
-            if isinstance(observer, Waiting):
+            if isinstance(observer, NotStartedRun):
                 observer = observe(rundir)
             status = observer.status()
             ended = status["state"] in ENDED

@@ -103,13 +103,13 @@ class Engine:
         self._clock = LayerClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
-        self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
+        self._shard_device = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
         self._found_inf = plan.recipe.optim.name.traits.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
-        self._blocked = torch.zeros((), device=self._home)
+        self._skip_updates = torch.zeros((), device=self._shard_device)
         half = plan.recipe.fsdp.mixed_precision.param_dtype == "float16"
-        self.loss_scale = LossScale(self._home, loss_scale) if half else None
-        self._no_scale = torch.ones(1, dtype=torch.float64, device=self._home)
+        self.loss_scale = LossScale(self._shard_device, loss_scale) if half else None
+        self._no_scale = torch.ones(1, dtype=torch.float64, device=self._shard_device)
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
@@ -141,7 +141,7 @@ class Engine:
         numbers.append(self._measures / (divisor or 1))
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
-        ranks = ranks.to(self._home)
+        ranks = ranks.to(self._shard_device)
         self.update(grads, ranks, lr)
         return QueuedStep(step, began, self.world.host_copy(ranks))
 
@@ -164,7 +164,7 @@ class Engine:
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
         if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
-            self._blocked = torch.zeros_like(self._blocked)
+            self._skip_updates = torch.zeros_like(self._skip_updates)
             raise NonFiniteError(f"step {queued.step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         return StepStats(
             loss=mean,
@@ -292,14 +292,14 @@ class Engine:
         if self.loss_scale:
             overflow = self.loss_scale.overflows(loss, norm)
             finite |= overflow
-        self._blocked = found_inf = torch.where(finite, self._blocked, 1.0)
+        self._skip_updates = found_inf = torch.where(finite, self._skip_updates, 1.0)
         limit, factor = self.plan.recipe.optim.max_grad_norm, None
         if limit is not None:  # as torch.nn.utils.clip_grad_norm_ does
             factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
         if self.loss_scale:
             factor = (1.0 if factor is None else factor) / self.loss_scale.value
-            found_inf = torch.where(overflow, 1.0, self._blocked)
-            self.loss_scale.update(overflow, self._blocked)
+            found_inf = torch.where(overflow, 1.0, self._skip_updates)
+            self.loss_scale.update(overflow, self._skip_updates)
         if factor is not None:
             for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one kernel needs one dtype
                 torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))

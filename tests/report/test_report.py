@@ -181,7 +181,7 @@ def test_what_looks_like_a_secret_is_not_repeated(tmp_path: Path) -> None:
 def test_which_curves_there_are_follows_from_the_events(mixed: RunDir, tmp_path: Path) -> None:
     usual = ["Learning rate", "Gradient norm", "Throughput", "MFU"]
     charts = charts_of([read_run(mixed)])
-    assert [chart.title for chart in charts] == ["Loss", *usual, "Memory of the fullest rank"]
+    assert [chart.title for chart in charts] == ["Loss", *usual, "Peak memory (highest rank)"]
     newest = [("training, smoothed", 1), ("held-out", 2, "1.1600"), ("held-out: web", 3, "1.3600")]
     newest += [("held-out: code", 4, "0.8600"), ("held-out: chat", 5, "1.2100")]
     assert charts[0].newest[1:] == newest[1:] and charts[0].newest[0][:2] == newest[0] and charts[0].marks == [200]
@@ -191,7 +191,7 @@ def test_which_curves_there_are_follows_from_the_events(mixed: RunDir, tmp_path:
         "card: 79.0 GiB"
     )
     charts = charts_of([read_run(preferences(tmp_path))])
-    assert [chart.title for chart in charts] == ["Loss", *usual, "Margin", "Accuracy", "Memory of the fullest rank"]
+    assert [chart.title for chart in charts] == ["Loss", *usual, "Margin", "Accuracy", "Peak memory (highest rank)"]
     assert charts[5].curves[0].points == [(step, step / 10) for step in range(1, 21)]
 
 

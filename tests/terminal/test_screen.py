@@ -142,7 +142,7 @@ def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> N
     rundir.metrics.touch()
     states.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
     assert states == [
-        "new", "resumes after step 2", "all 4 steps are trained; evaluation or export is not complete",
+        "new", "resumes after step 2", "4/4 steps; evaluation or export is not complete",
         "starts from step 0 (no checkpoint yet)",
     ]  # fmt: skip
 
