@@ -519,8 +519,8 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
 
     One rank gathers from nobody, but FSDP copies weights into the compute dtype whenever it gathers a unit, and its
     gradients in several passes whenever it reduces them. So the weights stay gathered for the step and gradients are
-    held, if a copy of all weights with another dtype leaves them below MAX_STATE_FRACTION. Any other plan is returned as
-    it is.
+    held, if the state with a copy of all weights in another dtype stays below MAX_STATE_FRACTION. Any other plan is
+    returned as it is.
     """
     fsdp = plan.recipe.fsdp
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
