@@ -173,7 +173,11 @@ class Corpus(EncodedRows):
         begin, end = self.ends[row : row + 2].tolist()
         ids, flags = self.tokens[begin:end], np.asarray(self.trained[begin:end])
         bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
-        most = max(16, SHOWN // (len(bounds) - 1))  # tokens of a part
+        most, left = len(ids), SHOWN  # of a part, and of all that are longer; short parts leave more to the others
+        for number, length in enumerate(sorted(np.diff(bounds).tolist())):
+            if length > (most := max(16, left // (len(bounds) - 1 - number))):
+                break
+            left -= length
 
         def decoded(start: int, stop: int) -> str:
             before = max(0, start - 4)  # a part decoded alone may lose its first space
