@@ -40,9 +40,9 @@ from fsdptrain.data.sources import (
     readable_files,
     splits_note,
 )
-from fsdptrain.data.token_store import UNREAD_FILE, TokenArray, encode_parts, join, parts_of, token_key
+from fsdptrain.data.token_store import TokenArray, encode_parts, join, parts_of, token_key, unread_in
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.data.windows import Windows, WindowStream, of_first_window, of_window, windows_note
+from fsdptrain.data.windows import WindowRead, Windows, WindowStream, of_first_window, of_window, windows_note
 from fsdptrain.errors import DataError, listed
 from fsdptrain.plan.plan import LAYOUT, Plan
 from fsdptrain.processes import Child, records_of_parent
@@ -64,11 +64,12 @@ def open_stream(
         return prepare(first, tokenizer, progress, count_padding, day)
 
     def make(number: int, progress: Progress) -> Corpus:
-        stream, *_ = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+        stream, *_ = prepare(_alone(plan, files[number]), tokenizer, progress, count_padding, day)
         return stream.part(0)
 
     listing, pinned = quick_fingerprint(plan.data_path, 0), pinned_windows(plan.rundir)
-    known = pinned["read"] if pinned.get("files") == listing else []  # else the run is refused, if it is resumed
+    read = pinned["read"] if pinned.get("files") == listing else []  # else the run is refused, if it is resumed
+    known = [WindowRead(sequences=each["sequences"], tokens=each["tokens"]) for each in read]
     windows = Windows(files, make, known)
     made = max(plan.rundir.checkpoint_steps(), default=0) * plan.recipe.train.global_batch_size
     number = next(iter(windows.known_at([made])), len(known))
@@ -83,8 +84,13 @@ def open_stream(
 def prepare_in_child(plan: Plan, files: Iterable[str], cores: Iterable[int]) -> Child:
     """Start a process that prepares a window for those that will open it, on these cores, when they are idle."""
     child = Child(__name__, niceness=NICENESS)
-    child.send({"plan": of_window(plan, files).to_json(), "cores": [*cores]})
+    child.send({"plan": _alone(plan, files).to_json(), "cores": [*cores]})
     return child
+
+
+def _alone(plan: Plan, files: Iterable[str]) -> Plan:
+    """Return the plan of a later window, without the held-out rows, which are read once."""
+    return dataclasses.replace(of_window(plan, files), eval_path=None)
 
 
 def main() -> None:
@@ -375,7 +381,7 @@ def open_rows(
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
         name=folder.name, paired=data.format.is_paired,
-        unread=json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8")),
+        unread=unread_in(folder, path),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ rows are cut: all others are read from the folders of the parts.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -36,7 +37,7 @@ from fsdptrain.data.cache import PARTS_FILE, cached_folder, intact_folder
 from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import Unread, read_rows
 from fsdptrain.data.encode import OF_TURNS, TRAINED, Encoder
-from fsdptrain.data.readers import BEGIN, PART_BYTES, Cut, DataFile, Source
+from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
 from fsdptrain.data.sources import (
     DIGEST_FILE,
     Content,
@@ -52,7 +53,7 @@ from fsdptrain.errors import DataError, WorkerLost
 from fsdptrain.processes import STOP_SIGNAL, STOP_SIGNALS, forked_after_import
 from fsdptrain.run_folder.events import Progress
 
-TOKENS_VERSION = 3  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
+TOKENS_VERSION = 4  # the version of how a row becomes tokens: raise it when that changes, and parts are encoded again
 
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
@@ -61,7 +62,9 @@ NOT_OF_TOKENS = frozenset(
     | {"long_rows", "drop_duplicates", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
-UNREAD_FILE = "unread.json"  # what rows of a folder hold that is not read → [count, place of the first]
+# What rows of a folder hold that is not read → count, and place of the first: number of its part (0 in the folder of a
+# part), number of its source there, whose name may be another in the next run, and the rest of the place.
+UNREAD_FILE = "unread.json"
 SMALL = 2**20  # bytes; smaller files share parts
 POOLED = 2**25  # bytes to encode from which on more processes are worth their start
 POLL_S = 0.2  # between two reports of what the processes have done
@@ -186,7 +189,22 @@ class PartEncoder:
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-        (folder / UNREAD_FILE).write_text(json.dumps(unread.found), encoding="utf-8")
+        found = {what: [count, 0, *_place_in(part, place)] for what, (count, place) in unread.found.items()}
+        (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _place_in(part: DataPart, place: str) -> tuple[int, str]:
+    """Return a place in a part as the number of its source, and what follows the name of the source."""
+    names = [source.name for source in part.sources]
+    name = max((each for each in names if place.startswith(each)), key=len)
+    return names.index(name), place.removeprefix(name)
+
+
+def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
+    """Return what rows of a data set hold that is not read: what → (count, place of the first)."""
+    found = json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8"))
+    parts = parts_of(path) if found else []
+    return {what: (count, f"{parts[part].sources[n].name}{rest}") for what, (count, part, n, rest) in found.items()}
 
 
 def notes_of(folder: Path) -> dict[str, int]:
@@ -224,8 +242,14 @@ def encode_parts(
         total = sum(most for n, most, folder in zip(counts, wanted, found, strict=True) if not folder or most < n)
         show()
         folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
-        for count, most in zip(counts, wanted, strict=True):
-            yield count, next(folders) if most else None
+        for number, (count, most) in enumerate(zip(counts, wanted, strict=True)):
+            try:
+                folder = next(folders) if most else None
+            except BrokenRows:  # others may follow in later parts, and are added to the message
+                rest = (source for part in parts[number:] for source in part.sources)
+                collections.deque(read_rows(rest, data, sum(wanted[number:])), maxlen=0)
+                raise
+            yield count, folder
 
 
 @contextlib.contextmanager
@@ -356,7 +380,7 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
         notes["conversations"] = 0
     ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
     parts, unread, digest = list[tuple[str, int, bool]](), dict[str, list[Any]](), hashlib.sha256()
-    for available, part in encoded:
+    for of_part, (available, part) in enumerate(encoded):
         notes["available"] += available
         if part is None:
             continue
@@ -390,8 +414,8 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
         notes["tokens"] += int(sizes.sum())
         for name in OF_TURNS:
             notes[name] += found.get(name, 0)
-        for what, (count, place) in json.loads((part / UNREAD_FILE).read_text(encoding="utf-8")).items():
-            unread.setdefault(what, [0, place])[0] += count
+        for what, (count, _, *place) in json.loads((part / UNREAD_FILE).read_text(encoding="utf-8")).items():
+            unread.setdefault(what, [0, of_part, *place])[0] += count
         if used.any():
             parts.append((f"{part.parent.name}/{part.name}", int(sizes.sum()), is_copied))
     for name, arrays in (("ends", ends), ("lengths", lengths), ("conversations", conversations)):

@@ -19,6 +19,7 @@ from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.model.attention import card_obstacle
 from fsdptrain.plan.driver import unused_cards_note
 from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits, uncompiled_note
+from fsdptrain.plan.network import address_of
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
@@ -79,9 +80,12 @@ def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainE
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
     elif plan.topology.endpoint is not None:
         try:
-            parse_rendezvous_endpoint(plan.topology.endpoint, default_port=0)
+            host, _ = parse_rendezvous_endpoint(plan.topology.endpoint, default_port=0)
         except ValueError as error:
             yield RecipeError(f"launch.rdzv_endpoint: {error}")
+        else:
+            if not plan.topology.joined and address_of(host) is None:
+                yield plan.topology.endpoint_fault("unknown host", "a host that every node can resolve")
 
 
 def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:

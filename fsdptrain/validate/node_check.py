@@ -107,9 +107,10 @@ class Ranks:
             values: list[Any] = json.loads(self.tcp_store.get(name))
             return values
         except dist.DistError as error:
+            later = f" and {more_s:g} s for the links" if more_s else ""
             raise WorkerLost(
-                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s): see the "
-                f"output of the other nodes ({first_line(error)})"
+                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s{later}): "
+                f"see the output of the other nodes ({first_line(error)})"
             ) from None
 
     def leave(self) -> None:
@@ -280,7 +281,8 @@ def compare_nodes(nodes: Sequence[Node], folder_key: str, findings: Findings) ->
 def shared_values(nodes: Sequence[Node]) -> Iterator[tuple[Agreed, str, list[str | None]]]:
     """Yield what must be equal on all nodes: its rule, its name in a message, its value on each node."""
     yield PLAN, "the plan", ["; ".join([node.plan[:6], *node.changes]) for node in nodes]
-    yield DATA, "the digest of the data", [node.data and node.data[:12] for node in nodes]
+    digests = [node.data and " ".join(each[:12] for each in node.data.split()) for node in nodes]
+    yield DATA, "the digest of the data", digests
     yield GPUS, "the hardware", [gpus_text(node) for node in nodes]
 
 
