@@ -354,10 +354,12 @@ def _with_item(mapping: dict[str, Any], words: list[str], value: Any) -> tuple[d
     """Return a copy of an open mapping with one more value, and what prevents it."""
     mapping = copy.deepcopy(mapping)
     place: Any = mapping
+    if not isinstance(place, dict):  # a reference
+        return mapping, [f"{value_text(place)} has no keys below it: set it as a whole"]
     for word in words[:-1]:
         place = place.setdefault(word, {})
         if not isinstance(place, dict):
-            return mapping, [f"`{word}` is {value_text(place)}, which has no keys below it"]
+            return mapping, [f"`{word}` is {value_text(place)}, which has no keys below it: set it as a whole"]
     place[words[-1]] = value
     return mapping, []
 

@@ -261,7 +261,8 @@ def would_include(name: str, place: str, files: Iterable[str]) -> bool:
     if fixed == name:
         return _real(place).is_relative_to(_real(name))
     pattern = str(_real(fixed) / name.removeprefix(fixed).lstrip("/"))
-    paths = {path for file in written for path in (file, *file.parents)}  # a folder that a glob matches is read whole
+    # A folder that a glob matches is read whole.
+    paths = {path for file in written for path in (file, *file.parents) if path.is_relative_to(_real(fixed))}
     depth = None if "**" in pattern else pattern.count("/")
     return any(
         fnmatchcase(str(path), pattern.replace("/**", "*")) and depth in (None, str(path).count("/")) for path in paths

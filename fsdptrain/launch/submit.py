@@ -28,7 +28,10 @@ RESTARTS = 3  # of the workers of a job, unless the recipe sets launch.max_resta
 DIRECTIVE = re.compile(r"#SBATCH (--[a-z-]+)=?(.*)")
 OPTION = re.compile(r"(--[a-z-]+)(?:=(.*))?")
 # Options that the job depends on, so that --sbatch must not replace them.
-FIXED = ("--job-name", "--nodes", "--ntasks-per-node", "--output", "--open-mode", "--requeue", "--no-requeue")
+FIXED = (
+    "--job-name", "--nodes", "--ntasks", "--ntasks-per-node", "--gpus", "--array", "--chdir", "--output", "--open-mode",
+    "--requeue", "--no-requeue",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, str]:
         if match is None:
             raise RecipeError(f"--sbatch: {text!r} is not a long option: write it as --sbatch=--NAME=VALUE")
         name, value = match[1], match[2] or ""
-        if name in FIXED:
+        if any(fixed.startswith(name) for fixed in FIXED):  # sbatch accepts the beginning of a name
             raise RecipeError(f"--sbatch: {name} is set by submit (see fsdptrain submit --help)")
         if name == "--signal" and not value.startswith("B:USR1@"):
             raise RecipeError("--sbatch: the script handles only --signal=B:USR1@SECONDS before the time limit")

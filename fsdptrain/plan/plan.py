@@ -388,8 +388,6 @@ class Plan:
         if "${" in text:  # it has another origin: fsdptrain writes none
             raise ValueError("it contains a ${reference}")
         fields = json_object(text)
-        if "data_path" in fields:  # of a version without data.sources
-            fields["data_paths"] = [fields.pop("data_path")]
         plan: Plan = recipe_of(fields, cls)
         if problems := [*recipe_problems(plan.recipe), *plan.topology.problems()]:
             raise RecipeError(problems)

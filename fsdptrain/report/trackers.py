@@ -19,7 +19,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +50,7 @@ MAX_PARAM = 500  # characters of a param; older servers of MLflow refuse more
 NICENESS = 10  # the workers have priority, and at 19 a busy machine would delay the end
 POLL_S = 0.5  # between two reads of metrics.jsonl
 FLUSH_S, STOPPED_FLUSH_S = 30.0, 5.0  # for the trackers after the run has ended, and after a stop signal
+KILL_S = 2.0  # for a killed process to be gone: one that waits for a dead file system is not
 SAID_S = 3.0  # of them before the user is told what is waited for
 
 
@@ -365,6 +366,7 @@ class Trackers:
         """`say` shows a line to the user: each tracker says once that it fails."""
         self._plan, self._say = plan, say
         self._child: Child | None = None
+        self._has_failed = False  # to start
         self._listener = threading.Thread()
         self._faults = queue.SimpleQueue[str]()
 
@@ -376,14 +378,23 @@ class Trackers:
         names = self._plan.recipe.log.chosen_trackers
         if not is_first:
             self.close()
-        elif self._child is None and names:
-            log, root = self._plan.recipe.log, str(self._plan.rundir.root)
-            self._child = Child(__name__, niceness=NICENESS, keep_errors=True)
-            self._child.send({"root": root, "trackers": names, "name": self._plan.recipe.name, "project": log.project})
-            self._listener = threading.Thread(target=self._listen, args=(self._child,), daemon=True)
-            self._listener.start()
+        elif self._child is None and names and not self._has_failed:
+            try:
+                self._start(names)
+            except OSError as error:  # no process more, no descriptor, no memory
+                self._has_failed = True
+                self._faults.put(f"the trackers cannot be started: {error}")
         while not self._faults.empty():
-            self._say(f"{self._faults.get()}; the run goes on without it, and a resume sends what it lacks")
+            self._say(
+                f"{self._faults.get()}; the run goes on without it; a resume of an unfinished run sends what it lacks"
+            )
+
+    def _start(self, names: Sequence[str]) -> None:
+        recipe, root = self._plan.recipe, str(self._plan.rundir.root)
+        self._child = Child(__name__, niceness=NICENESS, keep_errors=True)
+        self._child.send({"root": root, "trackers": [*names], "name": recipe.name, "project": recipe.log.project})
+        self._listener = threading.Thread(target=self._listen, args=(self._child,), daemon=True)
+        self._listener.start()
 
     def _listen(self, child: Child) -> None:
         """Collect the faults that the process reports, and its own end; runs in a thread."""
@@ -408,14 +419,17 @@ class Trackers:
                 self._listener.join(0.05)
         self.poll()
         if self._listener.is_alive():
-            self._say(f"not all trackers have all of the run: not ready within {limit:g} s; a resume sends the rest")
+            rest = "" if state == "finished" else "; a resume sends the rest"
+            self._say(f"not all trackers have all of the run: not ready within {limit:g} s{rest}")
         self.close()
 
     def close(self) -> None:
         """Kill the process, if it still runs."""
         child, self._child = self._child, None
         if child:
-            child.close()
+            closing = threading.Thread(target=child.close, daemon=True)
+            closing.start()
+            closing.join(KILL_S)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
 from fsdptrain.launch.run_lock import (
     DATA_LIKE_FILES,
+    check_inputs,
     check_run_dir,
     claim_run_dir,
     is_inside,
@@ -206,6 +207,8 @@ def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"data\.path: .* would include files that this run writes to output_dir"):
             claim(recipe, f"data.path={path}").__enter__()
     assert not (tmp_path / "run").exists()
+    (tmp_path / "ru").mkdir()  # its name begins like that of the run folder
+    check_inputs(plan := plan_of(recipe, f"data.path={tmp_path}/ru/**/*.jsonl"), plan.rundir)
     with claim(recipe, f"data.path={tmp_path}/*.jsonl"):
         assert (tmp_path / "run" / "plan.json").exists()
 
