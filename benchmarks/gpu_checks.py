@@ -624,7 +624,7 @@ def hang_recipe(setting: Setting, name: str, world: int) -> Path:
 
 def hang_in_data(setting: Setting) -> Row:
     """Make the data of a rank never come, by a fault as the tests inject it; return a row on the message."""
-    fault = {"where": "fsdptrain.data.corpus:Stream.batch", "do": "sleep", "call": 8, "how": {"seconds": 3600}}
+    fault = {"where": "fsdptrain.data.corpus:batch_of", "do": "sleep", "call": 8, "how": {"seconds": 3600}}
     faults = {
         "FSDPTRAIN_FAULTS": json.dumps([fault]),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/faults"), os.environ.get("PYTHONPATH", "")]),

@@ -37,7 +37,7 @@ from fsdptrain.processes import PROGRAM
 
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.validate.findings import Outcome
+    from fsdptrain.validation.findings import Outcome
 
 Place = str | os.PathLike[str]
 ENDED: dict[int, type[FsdptrainError]] = {
@@ -67,7 +67,7 @@ def validate(
     GPUs.
     """
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.request import make_request, run_dry_run
+    from fsdptrain.validation.request import make_request, run_dry_run
 
     request = make_request(load_recipe(recipe, overrides), hardware, price=price)
     with Screen(quiet=True) as screen:

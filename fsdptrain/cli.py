@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from fsdptrain.inference.load_model import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.findings import Outcome
-    from fsdptrain.validate.request import Request
+    from fsdptrain.validation.findings import Outcome
+    from fsdptrain.validation.request import Request
 
 
 app = typer.Typer(
@@ -354,8 +354,8 @@ def validate(
             )
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
-        from fsdptrain.validate.findings import show_outcome
-        from fsdptrain.validate.request import make_request
+        from fsdptrain.validation.findings import show_outcome
+        from fsdptrain.validation.request import make_request
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -384,7 +384,7 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    from fsdptrain.validate.request import run_dry_run
+    from fsdptrain.validation.request import run_dry_run
 
     with _screen_beside_result() as screen:
         return run_dry_run(request, screen)
@@ -399,12 +399,12 @@ def _check_here(request: Request) -> Outcome:
     os.environ.update(worker_variables(launched))
     check_name(request.plan.topology, os.environ)
     if request.plan.topology.joined:
-        from fsdptrain.validate.node_check import check_ranks
+        from fsdptrain.validation.node_check import check_ranks
 
         with contextlib.redirect_stdout(sys.stderr):
             outcome = check_ranks(request)
     else:
-        from fsdptrain.validate.request import check_here
+        from fsdptrain.validation.request import check_here
 
         with _screen_beside_result() as screen:
             outcome = check_here(request, screen)
@@ -438,7 +438,7 @@ def prepare(
     """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
     written = find_recipe(recipe, overrides)
     from fsdptrain.run_folder.events import progress_record
-    from fsdptrain.validate.request import make_request
+    from fsdptrain.validation.request import make_request
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
     outcome = "before all was prepared; what was finished is kept; run the same command again"
@@ -583,8 +583,8 @@ def submit(
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.findings import show_outcome
-    from fsdptrain.validate.request import make_request
+    from fsdptrain.validation.findings import show_outcome
+    from fsdptrain.validation.request import make_request
 
     outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
@@ -792,8 +792,8 @@ def init(
     if not data or model is None:
         raise RecipeError("give --data and --model")
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.init_recipe import read_starter
-    from fsdptrain.validate.proposal import propose, show_proposal
+    from fsdptrain.validation.init_recipe import read_starter
+    from fsdptrain.validation.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:

@@ -32,7 +32,7 @@ from fsdptrain.data.columns import peek
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.validate.init_recipe import read_starter
+from fsdptrain.validation.init_recipe import read_starter
 
 COMMANDS = [
     "", "run", "validate", "prepare", "export", "submit", "status", "report", "eval", "chat", "verify", "schema",

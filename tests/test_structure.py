@@ -21,15 +21,15 @@ from fsdptrain.plan.hardware import KNOWN
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "run_folder", "terminal", "config", "plan", "data", "model", "parallel", "failures",
-    "checkpoint", "report", "launch", "train", "forecast", "inference", "validate",
+    "checkpoint", "report", "launch", "train", "forecast", "inference", "validation",
 )  # fmt: skip
 LIGHT = (  # they import no torch
     "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",
-    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validate.findings",
-    "validate.request", "validate.proposal", "forecast.trace", "forecast.memory",
+    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validation.findings",
+    "validation.request", "validation.proposal", "forecast.trace", "forecast.memory",
     "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",
     "forecast.measured", "forecast.render", "forecast.plot",

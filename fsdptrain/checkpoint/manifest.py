@@ -303,10 +303,9 @@ def recipe_key(path: str) -> str:
 def _changed(path: str, before: Any, now: Any) -> Problem:
     if path == CODE_KEY:
         files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        message = (
-            f"its own code differs from that of the run to resume ({listed(files)}): restore it, and pass "
-            "--trust-remote-code as before"
-        )
+        flag = "pass --trust-remote-code" if before else "leave out --trust-remote-code"
+        way_out = "restore it" if before and now else flag
+        message = f"its own code differs from that of the run to resume ({listed(files)}): {way_out}"
     elif path in DIFFERENT:
         message = DIFFERENT[path].format(f"(digest {now[:DIGITS]}, was {before[:DIGITS]})")
     elif path == "data.sources":

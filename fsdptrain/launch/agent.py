@@ -42,7 +42,7 @@ from fsdptrain.processes import (
 from fsdptrain.run_folder.files import scratch_folder
 
 # What workers do → the module whose `main` they run.
-WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.node_check"}
+WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validation.node_check"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others

@@ -227,7 +227,7 @@ def test_three_and_four_hosts(
 
 # --- disturbed -------------------------------------------------------------------------------------------------------
 
-PACE = {"where": "fsdptrain.data.corpus:Stream.batch", "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
+PACE = {"where": "fsdptrain.data.corpus:batch_of", "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
 AT_STEP = 5  # when the faults happen
 ANY_TIME = float("inf")
 

@@ -41,7 +41,7 @@ def whole(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slowly(seconds: float) -> dict[str, str]:
     """Return the environment in which every step takes so much longer."""
-    fault = {"where": "fsdptrain.data.corpus:Stream.batch", "do": "sleep", "rank": 0, "times": None}
+    fault = {"where": "fsdptrain.data.corpus:batch_of", "do": "sleep", "rank": 0, "times": None}
     return with_faults({**fault, "how": {"seconds": seconds}})
 
 

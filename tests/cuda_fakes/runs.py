@@ -45,9 +45,9 @@ from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
-from fsdptrain.validate import dry_run, machine, node_check
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.request import Request
+from fsdptrain.validation import dry_run, machine, node_check
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.request import Request
 
 PAIRS = {"data__packing": "none", "data__format": "preference", "train__objective": "dpo"}
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30

@@ -44,9 +44,9 @@ from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder import storage
 from fsdptrain.run_folder.storage import object_path
-from fsdptrain.validate import data as validate_data
-from fsdptrain.validate.data import check_data
-from fsdptrain.validate.findings import Findings
+from fsdptrain.validation import data as validate_data
+from fsdptrain.validation.data import check_data
+from fsdptrain.validation.findings import Findings
 
 
 @pytest.fixture(scope="module")

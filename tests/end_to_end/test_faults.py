@@ -30,7 +30,7 @@ from fsdptrain.failures.heartbeat import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
-BATCH = "fsdptrain.data.corpus:Stream.batch"  # which `data.batch` of a stream calls
+BATCH = "fsdptrain.data.corpus:batch_of"  # of a stream and of held-out rows
 MICRO_BATCHES = 2  # of a rank in a step
 
 

@@ -40,9 +40,9 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings, show_outcome
-from fsdptrain.validate.request import Request
+from fsdptrain.validation.dry_run import dry_run
+from fsdptrain.validation.findings import Findings, show_outcome
+from fsdptrain.validation.request import Request
 
 H100 = KNOWN["h100-80gb"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

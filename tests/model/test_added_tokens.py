@@ -19,8 +19,8 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.model import check_model
 
 ADDED = ["<|think|>", "<|answer|>", "<|done|>"]
 WORDS = 500  # of the tokenizer before

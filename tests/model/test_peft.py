@@ -46,8 +46,8 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.preflight import prepare_model
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)

@@ -304,7 +304,7 @@ def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: li
         layer = "the loss is nan, first in the output of model.layers.1"
         assert rank["poisoned"]["unit"]["sources"] == [{**where, "what": layer}]
         [operator] = rank["poisoned"]["operator"]["sources"]
-        named = r"the gradient of \S+, first from SqrtBackward0 of `.*\.sqrt\(\)` \(ranks\.py:\d+\)"
+        named = r"the gradient of \S+, first from SqrtBackward0 of `.*\.sqrt\(\)` \(test_shard\.py:\d+\)"
         assert re.fullmatch(named, operator.pop("what")) and operator == where
 
 

@@ -38,10 +38,10 @@ from fsdptrain.train.preflight import (
     slow_dtype_note,
 )
 from fsdptrain.train.setup import gpu_fault
-from fsdptrain.validate.dry_run import dry_run
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import check_model
-from fsdptrain.validate.request import Request
+from fsdptrain.validation.dry_run import dry_run
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.model import check_model
+from fsdptrain.validation.request import Request
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {

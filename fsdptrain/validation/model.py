@@ -24,8 +24,8 @@ from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import attention_available
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.machine import attention_available
 
 HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]

@@ -28,8 +28,8 @@ from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_d
 from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.init_recipe import LONGEST, RowLengths, choose_sizes
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.init_recipe import LONGEST, RowLengths, choose_sizes
 
 HEADING = "Data"
 LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone

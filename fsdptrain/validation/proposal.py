@@ -12,11 +12,11 @@ from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, seconds, size
-from fsdptrain.validate.findings import Outcome, show_notes, show_section
-from fsdptrain.validate.request import make_request, run_dry_run
+from fsdptrain.validation.findings import Outcome, show_notes, show_section
+from fsdptrain.validation.request import make_request, run_dry_run
 
 if TYPE_CHECKING:
-    from fsdptrain.validate.init_recipe import Starter
+    from fsdptrain.validation.init_recipe import Starter
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from fsdptrain.forecast.render import verdict
 from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
-from fsdptrain.validate.findings import Findings, show_outcome
-from fsdptrain.validate.request import Request, make_request
+from fsdptrain.validation.findings import Findings, show_outcome
+from fsdptrain.validation.request import Request, make_request
 
 WIDTHS = [60, 80, 120]
 GIB = 2**30

@@ -42,10 +42,10 @@ from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.run_folder.files import write_atomically
 from fsdptrain.text import GIB, counted, size
-from fsdptrain.validate.dry_run import hardware_here
-from fsdptrain.validate.findings import Findings, Outcome
-from fsdptrain.validate.machine import describe_machine, node_problems
-from fsdptrain.validate.request import OUTCOME, REQUEST, Request
+from fsdptrain.validation.dry_run import hardware_here
+from fsdptrain.validation.findings import Findings, Outcome
+from fsdptrain.validation.machine import describe_machine, node_problems
+from fsdptrain.validation.request import OUTCOME, REQUEST, Request
 
 HEADING = "Nodes"
 HEADER = ["node", "verdict", "plan", "data", "GPUs", "gloo", "inside", "between"]

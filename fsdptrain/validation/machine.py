@@ -24,7 +24,7 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
 from fsdptrain.train.setup import gpu_fault
-from fsdptrain.validate.findings import Findings
+from fsdptrain.validation.findings import Findings
 
 
 def check_machine(plan: Plan, findings: Findings) -> None:

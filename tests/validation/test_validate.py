@@ -31,12 +31,12 @@ from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
-from fsdptrain.validate import machine
-from fsdptrain.validate.data import describe_lengths
-from fsdptrain.validate.dry_run import dry_run, times_beside_steps
-from fsdptrain.validate.findings import Findings, histogram_lines, show_outcome
-from fsdptrain.validate.model import describe_model, parameters_by_unit
-from fsdptrain.validate.request import Request, make_request
+from fsdptrain.validation import machine
+from fsdptrain.validation.data import describe_lengths
+from fsdptrain.validation.dry_run import dry_run, times_beside_steps
+from fsdptrain.validation.findings import Findings, histogram_lines, show_outcome
+from fsdptrain.validation.model import describe_model, parameters_by_unit
+from fsdptrain.validation.request import Request, make_request
 
 LLAMA = {"model_type": "llama", **TINY}
 
@@ -170,7 +170,7 @@ def test_on_gpus_a_node_holds_a_copy_of_its_share_of_a_checkpoint(tmp_path: Path
 
 
 def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("fsdptrain.validation.data.prepare", lambda *_, **__: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
     assert "model" in found.levels

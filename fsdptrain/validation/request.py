@@ -31,7 +31,7 @@ from fsdptrain.report.run_banner import nodes_allowed
 from fsdptrain.run_folder.files import full_tmpdir_errors
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate.findings import Outcome
+from fsdptrain.validation.findings import Outcome
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_request(
 
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
     """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
-    with Child("fsdptrain.validate.dry_run") as child:
+    with Child("fsdptrain.validation.dry_run") as child:
         with contextlib.ExitStack() as stage:
             stage.enter_context(_busy(screen, "starting"))
             child.send(request.to_record())

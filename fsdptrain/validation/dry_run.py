@@ -40,11 +40,11 @@ from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import counted, duration
-from fsdptrain.validate.data import check_data, choose
-from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import check_machine
-from fsdptrain.validate.model import check_model
-from fsdptrain.validate.request import Request
+from fsdptrain.validation.data import check_data, choose
+from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.machine import check_machine
+from fsdptrain.validation.model import check_model
+from fsdptrain.validation.request import Request
 
 MEMORY = "Peak memory (highest rank)"
 COMMUNICATION = "Communication per step"

@@ -26,9 +26,9 @@ from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import request as requests
-from fsdptrain.validate.findings import Findings, show_outcome
-from fsdptrain.validate.node_check import Node, compare_nodes, show_nodes
+from fsdptrain.validation import request as requests
+from fsdptrain.validation.findings import Findings, show_outcome
+from fsdptrain.validation.node_check import Node, compare_nodes, show_nodes
 
 H100 = KNOWN["h100-80gb"]
 

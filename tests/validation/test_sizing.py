@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdptrain.validate.init_recipe import RowLengths, Treatment, choose_sizes
+from fsdptrain.validation.init_recipe import RowLengths, Treatment, choose_sizes
 
 
 def sizes(

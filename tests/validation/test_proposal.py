@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.validate.init_recipe import read_starter
+from fsdptrain.validation.init_recipe import read_starter
 
 PAIR = ("chosen", "rejected")
 
