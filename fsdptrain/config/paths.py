@@ -148,6 +148,9 @@ def with_chat_template(recipe: Recipe, folder: Path) -> tuple[Recipe, list[Probl
     name = recipe.data.chat_template
     if name is None or not is_template_file(name):
         return recipe, []
+    if not name.strip():
+        message = "is empty: give a file or the text of a template, or remove the key"
+        return recipe, [Problem(message, "data.chat_template")]
     text, fault = None, f"was not found (looked in {Path.cwd()} and {folder})"
     for base in (folder, Path.cwd()):
         try:

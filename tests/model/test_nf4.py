@@ -246,7 +246,7 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     size = sizes["large"]
     for rank in found:
         assert rank["held"] < 0.2 * size  # half of it in 4 bits, and the adapters
-        assert rank["load"] < rank["held"] + 0.15 * size and rank["export"] < 0.6 * size
+        assert rank["load"] < rank["held"] + 0.25 * size and rank["export"] < 0.6 * size
 
 
 @needs_integers
