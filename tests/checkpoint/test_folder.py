@@ -207,7 +207,7 @@ def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"data\.path: .* would include files that this run writes to output_dir"):
             claim(recipe, f"data.path={path}").__enter__()
     assert not (tmp_path / "run").exists()
-    (tmp_path / "ru").mkdir()  # its name begins like that of the run folder
+    fill(tmp_path, "ru/text.jsonl")  # the folder's name begins like that of the run folder
     check_inputs(plan := plan_of(recipe, f"data.path={tmp_path}/ru/**/*.jsonl"), plan.rundir)
     with claim(recipe, f"data.path={tmp_path}/*.jsonl"):
         assert (tmp_path / "run" / "plan.json").exists()
@@ -584,7 +584,7 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     rundir = run_folder_after(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
     left = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert not left.finished and "all 6 steps are trained" in heading(plan_of(recipe), rundir, left)
+    assert not left.finished and "6/6 steps" in heading(plan_of(recipe), rundir, left)
     assert inspect_earlier_attempts(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
     write_export_record(rundir, 4, file_stamps(rundir.export), {})  # of an earlier step

@@ -169,14 +169,6 @@ def test_a_key_of_data_is_for_the_sources_that_can_use_it(tmp_path: Path) -> Non
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_plan_of_a_version_without_sources_is_read(tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path))
-    before = json.loads(plan.to_json())
-    before["data_path"] = before.pop("data_paths")[0]
-    del before["recipe"]["data"]["sources"]
-    assert Plan.from_json(json.dumps(before)) == plan
-
-
 WEIGHTED = [{"path": "verse.jsonl", "weight": 0.7}, MATHS | {"weight": 0.3}]
 
 
