@@ -423,6 +423,10 @@ class Stream:
         """Return the corpus of a source."""
         return self.corpus.parts[source]
 
+    def some_rows(self) -> Corpus:
+        """Return a corpus of trained rows that can be read now."""
+        return self.corpus.parts[0]
+
     @property
     def starts(self) -> list[int]:
         """The number of the first sequence of each source: they are numbered one source after another."""

@@ -59,9 +59,9 @@ def open_stream(
 
     Raises as `prepare` does, and as `Windows.open`.
     """
-    first, files = of_first_window(plan)
+    of_first, files = of_first_window(plan)
     if len(files) == 1:
-        return prepare(first, tokenizer, progress, count_padding, day)
+        return prepare(of_first, tokenizer, progress, count_padding, day)
 
     def make(number: int, progress: Progress) -> Corpus:
         stream, *_ = prepare(_alone(plan, files[number]), tokenizer, progress, count_padding, day)
@@ -74,10 +74,11 @@ def open_stream(
     made = max(plan.rundir.checkpoint_steps(), default=0) * plan.recipe.train.global_batch_size
     number = next(iter(windows.known_at([made])), len(known))
     # What identifies the data is of the first window, and so is the size of the whole: every start finds the same.
-    corpus = dataclasses.replace(windows.open(number, progress), fingerprint=listing, digest=known[0]["tokens"])
-    epoch = windows.estimated_length()
-    stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), epoch, windows)
-    _, held_out, eval_corpus = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+    windows.open(number, progress)
+    first, held_out, eval_corpus = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+    # Its files are not opened, which would keep them on the disk after the window has left the cache.
+    corpus = dataclasses.replace(first.part(0), fingerprint=listing, digest=known[0]["tokens"])
+    stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), windows.estimated_length(), windows)
     return stream, held_out, eval_corpus
 
 

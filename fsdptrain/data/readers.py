@@ -64,6 +64,12 @@ CONVERSIONS = {
     (".md", ".rst", ".html", ".xml", ".pdf", ".docx"): "save its text as .txt",
 }
 
+
+def conversion_advice(name: str) -> str | None:
+    """Return how to convert a file with this name, if its type is known and not read."""
+    return next((advice for suffixes, advice in CONVERSIONS.items() if name.lower().endswith(suffixes)), None)
+
+
 Rows = Iterator[
     tuple[str, dict[str, Any] | DataError]
 ]  # (the row's place, `file:line` or `file, row 3`; column → value, or what is wrong with it)
@@ -158,8 +164,7 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
     """
     kind = data_kind(file.name)
     if kind is None:
-        name = file.name.lower()
-        advice = next((advice for suffixes, advice in CONVERSIONS.items() if name.endswith(suffixes)), None)
+        advice = conversion_advice(file.name)
         raise DataError(f"{file}: unknown data file type; {advice + '; ' if advice else ''}supported: {SUPPORTED}")
     with file_errors(file):
         size = file.path.stat().st_size

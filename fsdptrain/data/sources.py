@@ -33,6 +33,7 @@ from fsdptrain.data.readers import (
     EmptyFile,
     Rows,
     Source,
+    conversion_advice,
     fetch,
     file_errors,
     list_objects,
@@ -488,4 +489,10 @@ def _check_places(path: DataPath) -> None:
             continue
         if not URL.fullmatch(place) and not Path(place).exists():
             raise NoData(f"data.path: {shortened(place)!r} was not found")
-        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED})")
+        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
+
+
+def _conversion_hint(folder: str) -> str:
+    """Return how to convert a file of a folder that has no supported one, as the end of a message."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
+    return next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")

@@ -180,6 +180,10 @@ class WindowStream(Stream):
         """Return the corpus of a window, prepared if it is not in the cache."""
         return self.windows.open(source)
 
+    def some_rows(self) -> Corpus:
+        """Return a window that is open: `corpus` is one that may have left the cache."""
+        return next(iter(self.windows.opened.values()))
+
     @property
     def starts(self) -> list[int]:
         """The number of the first sequence of each known window."""

@@ -545,7 +545,7 @@ class Trainer:
         """
         self.session.watchdog.reset()
         held_out = self.inputs.held_out
-        corpus = (self.inputs.eval_corpus if held_out else self.stream.corpus).parts[0]
+        corpus = self.inputs.eval_corpus.parts[0] if held_out else self.stream.some_rows()
         length = min(TOKENS, self.plan.tokens_of_row)
         beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]

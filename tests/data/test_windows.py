@@ -226,6 +226,15 @@ def test_what_is_removed_can_be_read_on_and_leaves_nothing(
     assert torch.equal(rows_of(stream, range(8)), expected)  # it is prepared again
 
 
+def test_what_was_left_takes_no_space_on_the_disk(tmp_path: Path, bpe: str) -> None:
+    stream = a_stream(tmp_path, bpe, data__window=2)
+    rows_of(stream, range(8))
+    stream.windows.place(stream.windows.starts[-1])  # opens the next window
+    stream.windows.leave([0], remove=True)
+    assert "tokens.bin (deleted)" not in Path("/proc/self/maps").read_text()
+    assert stream.some_rows() is stream.windows.opened[1]
+
+
 def test_a_run_without_windows_does_not_rely_on_what_they_remove(tmp_path: Path, bpe: str) -> None:
     whole = opened(a_plan(tmp_path, bpe))
     kept = {path for kind in ("data", "packed", "tokens") for path in cache_dir(kind).iterdir()}
