@@ -185,7 +185,8 @@ FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interfac
 BEST_FLASH = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
 FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
 INSTALL = {  # PyPI has no builds of FlashAttention 3; torch's index has them for CUDA 12.6, 12.8 and 13.0
-    "FA3": "pip install flash-attn-3 --no-deps --index-url https://download.pytorch.org/whl/cu130 (or cu128, cu126)",
+    "FA3": "for CUDA 13 (for 12, replace cu130 by cu128 or cu126): pip install flash-attn-3 --no-deps --index-url "
+    "https://download.pytorch.org/whl/cu130",
     "FA4": "pip install flash-attn-4",
 }
 LENGTHS = (200, 1, 55, 128)  # of the documents of a trial, in tokens

@@ -193,9 +193,11 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
     # The number of positions of the base need not suffice for the sequences of the recipe.
     base = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None)
     there = resolved_values(base.get_text_config())
+    has_rope = any("rope_type" in one for one in rope_sets(config.get_text_config()))
     for name, value in resolved_values(config.get_text_config()).items():
         of_files = name == TIES and TIES not in model.config  # see `weights.fit_config`
-        ignored = of_files or name == "pad_token_id" or re.search(r"dropout|_pdrop$", name)
+        no_limit = name == "max_position_embeddings" and not has_rope
+        ignored = of_files or no_limit or name == "pad_token_id" or re.search(r"dropout|_pdrop$", name)
         if not ignored and value != there.get(name):
             raise RecipeError(
                 f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "

@@ -266,7 +266,7 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
             if type(module) not in twins:
                 twins[type(module)] = _with_real(type(module), mirror, recipe)
             real[id(param)] = twins[type(module)].get_parameter(full_name(name, key))
-            if real[id(param)].isnan().any():
+            if real[id(param)].is_meta or real[id(param)].isnan().any():  # on meta: too large to be built apart
                 raise RecipeError(
                     f"model.init: random is not possible: transformers does not initialise {full_name(name, key)} "
                     f"({type(module).__name__}); start from pretrained weights"

@@ -228,10 +228,11 @@ def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe:
 def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     """Neither in 16 bits nor in 32: when a rank quantises its rows, and when the adapter is merged and written.
 
-    The small model is for what is imported and kept once.
+    The small model is for what is imported and kept once. What a rank takes besides weights differs by some 5 MB with
+    what it has imported, so that the large one has 129 MB.
     """
     variants, sizes = {}, {}
-    for name, layers in {"small": 1, "large": 16}.items():
+    for name, layers in {"small": 1, "large": 40}.items():
         shape = TINY | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": layers}
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
         model.save_pretrained(tmp_path / name)
@@ -246,7 +247,7 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     size = sizes["large"]
     for rank in found:
         assert rank["held"] < 0.2 * size  # half of it in 4 bits, and the adapters
-        assert rank["load"] < rank["held"] + 0.25 * size and rank["export"] < 0.6 * size
+        assert rank["load"] < rank["held"] + 0.15 * size and rank["export"] < 0.6 * size
 
 
 @needs_integers
