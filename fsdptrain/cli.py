@@ -245,8 +245,7 @@ def run(
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
-        from fsdptrain.report.next_steps import next_steps
-        from fsdptrain.report.run_banner import heading
+        from fsdptrain.report.run_banner import heading, next_steps
         from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.terminal.screen import Screen
@@ -649,7 +648,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
     """Check the checkpoints and export of a run. Compare them with their checksums; change nothing."""
-    from fsdptrain.checkpoint.verify import show_survey, survey
+    from fsdptrain.checkpoint.manifest import show_survey, survey
     from fsdptrain.terminal.screen import Screen
 
     rundir = _opened_run(run_dir)
@@ -751,7 +750,7 @@ def _opened_model(
 
     if dtype not in (None, *get_args(ComputeDtype)):
         raise RecipeError(f"--dtype: {dtype!r} is not one of {', '.join(get_args(ComputeDtype))}")
-    from fsdptrain.checkpoint.verify import is_model
+    from fsdptrain.checkpoint.manifest import is_model
 
     rundir = _opened_run(model)
     if not (is_model(rundir.root) or rundir.plan.is_file()):
@@ -915,7 +914,7 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
 
 def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next."""
-    from fsdptrain.report.next_steps import next_steps
+    from fsdptrain.report.run_banner import next_steps
     from fsdptrain.terminal.screen import Screen
 
     rundir = plan.rundir

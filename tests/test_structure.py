@@ -28,7 +28,7 @@ LIGHT = (  # they import no torch
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",
-    "checkpoint.manifest", "checkpoint.resume", "checkpoint.verify", "validation.findings",
+    "checkpoint.manifest", "checkpoint.resume", "checkpoint.nodes", "validation.findings",
     "validation.request", "validation.proposal", "forecast.trace", "forecast.memory",
     "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",

@@ -21,18 +21,17 @@ from transformers import AutoConfig, PreTrainedModel
 from fsdptrain.checkpoint.card import Origin, write_cards
 from fsdptrain.checkpoint.export_check import POLL_S, Comparison, Sample
 from fsdptrain.checkpoint.export_tensors import Exported
-from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
+    CONFIG,
     checkpoint_problems,
     file_sums,
     read_manifest,
     reject_external_symlinks,
-    resume_problems,
 )
+from fsdptrain.checkpoint.resume import resume_problems
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.checkpoint.verify import CONFIG
+from fsdptrain.checkpoint.shards import CheckpointReader, Tensors
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
 from fsdptrain.model.config import read_config

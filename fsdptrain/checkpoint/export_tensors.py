@@ -22,11 +22,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
+from fsdptrain.checkpoint.manifest import INDEX, WEIGHTS
+from fsdptrain.checkpoint.nodes import report_full_disk
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, FsdptrainError
 from fsdptrain.model.adapters import (

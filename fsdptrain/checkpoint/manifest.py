@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what makes it complete, and how to check that it still is. JSON, no torch.
+"""The manifest of a checkpoint: what makes it complete, and how to check that it and an export still are. No torch.
 
 A checkpoint exists only when all of it was written (`storage`). The manifest's sizes and SHA-256 sums show damage since
 then. Its last line is the checksum of the lines before it, which is checked before anything in the manifest is used.
@@ -17,18 +17,21 @@ import reprlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.keys import flat
-from fsdptrain.config.mixture import mixture_changes
-from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
-from fsdptrain.plan.plan import HAS_MOMENTUM, LAYOUT_KEY
-from fsdptrain.run_folder.files import NOTHING_THERE, regular_file_status, system_errors
-from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, field_fault
+from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
+from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable
+from fsdptrain.plan.plan import open_plan
+from fsdptrain.run_folder.events import read_losses
+from fsdptrain.run_folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
+from fsdptrain.run_folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
+from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, by_loss, field_fault
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location, checkpoint_name
+from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import size
 
 FORMAT_VERSION = 2
 MAX_BYTES = 2**24  # of a manifest; one of a hundred thousand files is smaller
@@ -45,8 +48,6 @@ TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with i
 CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
 RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
 MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
-ANOTHER_RUN = "choose another `name` or output_dir"
-DIGITS = 12  # of a digest that is shown
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -259,73 +260,170 @@ def _links_inside(folder: Path) -> list[Path]:
         return [Path(entry.path) for entry in entries if entry.is_symlink()]
 
 
-def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
-    """Return the differences between two identities, which would silently turn a resumed run into another one.
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-    A key that is missing in `before` had its default then. Raises OtherVersion when `before` is of a version that makes
-    other tokens, batches or updates from the same recipe.
+
+def is_model(folder: Path) -> bool:
+    """Return whether a folder has the configuration of a model or an adapter."""
+    return any(is_there(folder / name) for name in (CONFIG, ADAPTER_CONFIG))
+
+
+def survey(rundir: RunDir) -> dict[str, Any]:
+    """Return the checkpoints and the export of a run and what is wrong with them, ready for JSON; reads every file.
+
+    `resume` is the step from which a resume would continue, or None; `best` is that with the lowest held-out loss, of
+    those that are whole and evaluated. `good`: there is a checkpoint and no problem;
+    folders that were set aside or left over are no problem. Raises CheckpointError for a link out of the run folder.
     """
-    layout_before, layout_now = before.get(LAYOUT_KEY), now[LAYOUT_KEY]
-    if layout_before != layout_now:
-        raise OtherVersion(
-            "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
-            f"updates from the same recipe (layout {layout_before}; this version: {layout_now}): "
-            f"continue with that version, or {ANOTHER_RUN}"
-        )
-    values_before = flat(Recipe()) | before
-    changed = {
-        path: value
-        for path, value in now.items()
-        if path in values_before and values_before[path] != value and path not in MEASURED
-    }
-    if changed.keys() & {DATA_KEY, TOKENIZER_KEY}:  # which are the reason for other tokens
-        changed.pop(TOKENS_KEY, None)
-    return [_changed(path, values_before[path], value) for path, value in changed.items()]
-
-
-def measured_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return what a resume may change beside the recipe, and what it says then: key → [old, new] digest."""
+    reject_external_symlinks(rundir)
+    checkpoints = [_survey_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
+    source = None
+    with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
+        source = open_plan(rundir.plan).recipe.eval.best_of
+    whole = {each["step"] for each in checkpoints if not each["problems"]}
+    newest = _newest_undamaged(checkpoints)
+    set_aside, left_over = rundir.storage.other_names()
+    export = _survey_export(rundir) if is_there(rundir.export) else None
+    found = [*checkpoints, export] if export else checkpoints
     return {
-        key: [before[key][:DIGITS], now[key][:DIGITS]]
-        for key in MEASURED
-        if key in before and key in now and before[key] != now[key]
+        "run": str(rundir.root),
+        "checkpoints": checkpoints,
+        "set_aside": set_aside,
+        "left_over": left_over,
+        "resume": None if newest is None or newest["problems"] else newest["step"],
+        "best": next(iter(by_loss(read_losses(rundir.metrics, source), whole)), None),
+        "best_of": source,
+        "export": export,
+        "good": bool(checkpoints) and not any(part["problems"] for part in found),
     }
 
 
-def recipe_key(path: str) -> str:
-    """Return the key of the recipe that a key of an identity belongs to."""
-    if path.startswith(RESOLVED):
-        return f"model.config.{path.removeprefix(RESOLVED)}"
-    fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
-    return fields.get(path) or path.removesuffix(".content").removesuffix(HAS_MOMENTUM)
-
-
-def _changed(path: str, before: Any, now: Any) -> Problem:
-    if path == CODE_KEY:
-        files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        flag = "pass --trust-remote-code" if before else "leave out --trust-remote-code"
-        way_out = "restore it" if before and now else flag
-        message = f"its own code differs from that of the run to resume ({listed(files)}): {way_out}"
-    elif path in DIFFERENT:
-        message = DIFFERENT[path].format(f"(digest {now[:DIGITS]}, was {before[:DIGITS]})")
-    elif path == "data.sources":
-        message = f"{mixture_changes(before, now)}, so the run would train on another stream"
-    elif path.endswith(HAS_MOMENTUM):
-        was, what = ("not 0", "0") if before else ("0", "not 0")
-        message = f"was {was} in the run to resume, is {what} now"
+def show_survey(found: dict[str, Any], screen: Screen) -> None:
+    """Show a survey: one row per checkpoint and export, then what a resume would do."""
+    parts = {f"step {checkpoint['step']}": checkpoint for checkpoint in found["checkpoints"]}
+    if found["export"]:
+        parts["export"] = found["export"]
+    if parts:
+        rows = [
+            [what, size(part["bytes"]), str(part["files"]), "; ".join(part["problems"]) or "good"]
+            for what, part in parts.items()
+        ]
+        screen.table(["what", "size", "files", "state"], rows)
+    for name in found["set_aside"]:
+        screen.say(f"{name}: a run found it damaged and set it aside")
+    for name in found["left_over"]:
+        screen.say(f"{name}: left over from an interrupted save or removal; the next run removes it")
+    if found["best"] is not None:
+        of = f" of {found['best_of']}" if found["best_of"] else ""
+        screen.say(f"the lowest held-out loss{of} is that of step {found['best']}")
+    if found["resume"] is not None:
+        screen.say(f"a resume continues from step {found['resume']}")
+    elif (newest := _newest_undamaged(found["checkpoints"])) is None:
+        screen.say("there is no checkpoint to resume from")
+    elif newest["unreadable"]:
+        screen.say(f"a resume is refused while the checkpoint of step {newest['step']} cannot be read")
     else:
-        message = f"was {before!r} in the run to resume, is {now!r} now"
-        if path.startswith(RESOLVED):
-            message += ": restore it in the config.json of the model (a default: the version of transformers)"
-    return Problem(f"{message}; or {ANOTHER_RUN}", recipe_key(path))
+        screen.say("a resume is refused: only the version that wrote the newest checkpoint can continue from it")
 
 
-# What is compared by a digest → the message if it differs.
-DIFFERENT = {
-    BASE_KEY: "the files of the model differ from those that the run to resume has frozen {}, and checkpoints hold "
-    "only what is trained: put those files back",
-    DATA_KEY: "the data differs from that of the run to resume {}: put that data back",
-    TOKENIZER_KEY: "the tokenizer or its chat template differs from that of the run to resume {}: put its files back",
-    TOKENS_KEY: "the same rows became other tokens than in the run to resume {}: restore pinned.json, which has the "
-    "date of the chat template, or the versions of transformers and tokenizers",
-}
+def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
+    folder, refused, total, files = rundir.checkpoint(step), None, 0, 0
+    try:
+        total, files = rundir.storage.size_of(step)
+        problems = checkpoint_problems(folder)
+    except (OtherVersion, StorageError) as error:
+        problems, refused = [str(error)], error
+    survey = {"step": step, "path": str(folder), "bytes": total, "files": files, "problems": problems}
+    kinds = {"other_version": OtherVersion, "unreadable": StorageError}
+    return survey | {name: isinstance(refused, kind) for name, kind in kinds.items()}
+
+
+def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest checkpoint that is good, or that is refused and not known to be damaged."""
+    candidates = (c for c in reversed(checkpoints) if not c["problems"] or c["other_version"] or c["unreadable"])
+    return next(candidates, None)
+
+
+def _survey_export(rundir: RunDir) -> dict[str, Any]:
+    """Open the files of the export, and compare them with the index and with the sizes and checksums in export.json."""
+    folder, record, unreadable = rundir.export, ExportRecord(), False
+    try:
+        record = read_export_record(rundir)
+        _check_export(folder)
+        problems = _differences(folder, record)
+    except CheckpointError as error:
+        problems, unreadable = [str(error)], isinstance(error, StorageError)
+    sizes = [size for size, _ in file_stamps(folder).values()]
+    return {
+        "path": str(folder), "bytes": sum(sizes), "files": len(sizes), "problems": problems, "unreadable": unreadable,
+    }  # fmt: skip
+
+
+def _differences(folder: Path, record: ExportRecord) -> list[str]:
+    """Return how the files of an export differ from its record, one line each."""
+    if record.fault:
+        return [f"{record.fault}, so contents were not compared"]
+    names = sorted(record.files.keys() - {CARD})
+    entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compare = partial(file_problem, record="that in export.json")
+        found = pool.map(compare, [folder / name for name in names], entries, [name in record.sums for name in names])
+        return [problem for problem in found if problem]
+
+
+def _check_export(folder: Path) -> None:
+    """Raise CheckpointError when a part of an export is missing, unreadable, or hidden by older weights."""
+    if is_there(folder / ADAPTER_CONFIG):  # an adapter by itself
+        _check_adapter(folder)
+        return
+    if is_there(folder / ADAPTER_FOLDER / ADAPTER_CONFIG):
+        _check_adapter(folder / ADAPTER_FOLDER)
+    _read_object(folder / CONFIG)
+    if not is_there(folder / INDEX):
+        _tensor_names(folder / WEIGHTS)
+        return
+    if is_there(folder / WEIGHTS):  # from_pretrained tries this name first
+        raise CheckpointError(
+            f"{folder / WEIGHTS} exists besides {INDEX}: from_pretrained loads it instead of the files in the index; "
+            "remove the one that does not belong to this export, or run `fsdptrain export` again"
+        )
+    weight_map = _read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
+    ):
+        raise CheckpointError(f"{folder / INDEX} does not name a file of the folder for every tensor")
+    for file in sorted(set(weight_map.values())):
+        missing = {name for name, home in weight_map.items() if home == file} - _tensor_names(folder / file)
+        if missing:
+            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} lists for this file")
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raise CheckpointError unless a folder holds a configuration of peft and a file with tensors."""
+    _read_object(folder / ADAPTER_CONFIG)
+    if not _tensor_names(folder / ADAPTER_WEIGHTS):
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} is empty")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    with system_errors(path):
+        return parse_object(path, _check_regular(path).read_bytes())
+
+
+def _tensor_names(path: Path) -> set[str]:
+    """Return the names of the tensors in a safetensors file; opening it compares its header with its length."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with system_errors(path), safe_open(openable(_check_regular(path)), framework="numpy") as opened:
+            return set(opened.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def _check_regular(path: Path) -> Path:
+    """Return the path of a regular file; raise CheckpointError for another or none, StorageError if it is unknown."""
+    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
+        if regular_file_status(path):
+            return path
+    raise CheckpointError(f"{path} is missing or not a regular file")

@@ -17,17 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.checkpoint.manifest import (
+    BASE_KEY,
+    CODE_KEY,
+    DATA_KEY,
     HELD_OUT_KEY,
+    MEASURED,
+    RESOLVED,
+    TOKENIZER_KEY,
+    TOKENS_KEY,
     Manifest,
     complete_steps,
-    measured_changes,
     newest_manifest,
     read_manifest,
-    resume_problems,
 )
-from fsdptrain.config.keys import KEYS
-from fsdptrain.errors import Problem, RecipeError, Unreadable, listed
-from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.config.keys import KEYS, flat
+from fsdptrain.config.mixture import mixture_changes
+from fsdptrain.config.schema import Recipe
+from fsdptrain.errors import OtherVersion, Problem, RecipeError, Unreadable, listed
+from fsdptrain.plan.plan import HAS_MOMENTUM, LAYOUT_KEY, Plan, open_plan
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.run_folder.ownership import ExportRecord, export_has, read_export_record
 from fsdptrain.run_folder.records import RunState, Tail, by_loss, ends_early, read_object
@@ -41,6 +48,8 @@ WITHOUT_EFFECT = (
     "eval.best_of", "world_size", "device", "version", "libraries.",
 )  # fmt: skip
 
+ANOTHER_RUN = "choose another `name` or output_dir"
+DIGITS = 12  # of a digest that is shown
 Changes = dict[str, list[Any]]  # key → [old, new]
 
 
@@ -266,3 +275,75 @@ def _at(fields: Any, path: str) -> Any:
 def _world_size(fields: dict[str, Any]) -> Any:
     nodes, workers = _at(fields, "topology.nnodes"), _at(fields, "topology.nproc_per_node")
     return nodes * workers if isinstance(nodes, int) and isinstance(workers, int) else _MISSING
+
+
+def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
+    """Return the differences between two identities, which would silently turn a resumed run into another one.
+
+    A key that is missing in `before` had its default then. Raises OtherVersion when `before` is of a version that makes
+    other tokens, batches or updates from the same recipe.
+    """
+    layout_before, layout_now = before.get(LAYOUT_KEY), now[LAYOUT_KEY]
+    if layout_before != layout_now:
+        raise OtherVersion(
+            "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
+            f"updates from the same recipe (layout {layout_before}; this version: {layout_now}): "
+            f"continue with that version, or {ANOTHER_RUN}"
+        )
+    values_before = flat(Recipe()) | before
+    changed = {
+        path: value
+        for path, value in now.items()
+        if path in values_before and values_before[path] != value and path not in MEASURED
+    }
+    if changed.keys() & {DATA_KEY, TOKENIZER_KEY}:  # which are the reason for other tokens
+        changed.pop(TOKENS_KEY, None)
+    return [_changed(path, values_before[path], value) for path, value in changed.items()]
+
+
+def measured_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return what a resume may change beside the recipe, and what it says then: key → [old, new] digest."""
+    return {
+        key: [before[key][:DIGITS], now[key][:DIGITS]]
+        for key in MEASURED
+        if key in before and key in now and before[key] != now[key]
+    }
+
+
+def recipe_key(path: str) -> str:
+    """Return the key of the recipe that a key of an identity belongs to."""
+    if path.startswith(RESOLVED):
+        return f"model.config.{path.removeprefix(RESOLVED)}"
+    fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
+    return fields.get(path) or path.removesuffix(".content").removesuffix(HAS_MOMENTUM)
+
+
+def _changed(path: str, before: Any, now: Any) -> Problem:
+    if path == CODE_KEY:
+        files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        flag = "pass --trust-remote-code" if before else "leave out --trust-remote-code"
+        way_out = "restore it" if before and now else flag
+        message = f"its own code differs from that of the run to resume ({listed(files)}): {way_out}"
+    elif path in DIFFERENT:
+        message = DIFFERENT[path].format(f"(digest {now[:DIGITS]}, was {before[:DIGITS]})")
+    elif path == "data.sources":
+        message = f"{mixture_changes(before, now)}, so the run would train on another stream"
+    elif path.endswith(HAS_MOMENTUM):
+        was, what = ("not 0", "0") if before else ("0", "not 0")
+        message = f"was {was} in the run to resume, is {what} now"
+    else:
+        message = f"was {before!r} in the run to resume, is {now!r} now"
+        if path.startswith(RESOLVED):
+            message += ": restore it in the config.json of the model (a default: the version of transformers)"
+    return Problem(f"{message}; or {ANOTHER_RUN}", recipe_key(path))
+
+
+# What is compared by a digest → the message if it differs.
+DIFFERENT = {
+    BASE_KEY: "the files of the model differ from those that the run to resume has frozen {}, and checkpoints hold "
+    "only what is trained: put those files back",
+    DATA_KEY: "the data differs from that of the run to resume {}: put that data back",
+    TOKENIZER_KEY: "the tokenizer or its chat template differs from that of the run to resume {}: put its files back",
+    TOKENS_KEY: "the same rows became other tokens than in the run to resume {}: restore pinned.json, which has the "
+    "date of the chat template, or the versions of transformers and tokenizers",
+}

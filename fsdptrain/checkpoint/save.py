@@ -32,8 +32,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdptrain.checkpoint.disk import check_space, report_full_disk
-from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -41,9 +39,10 @@ from fsdptrain.checkpoint.manifest import (
     complete_steps,
     newest_manifest,
     read_manifest,
-    resume_problems,
 )
-from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
+from fsdptrain.checkpoint.nodes import check_space, report_full_disk
+from fsdptrain.checkpoint.resume import resume_problems
+from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint, shards_of, share_of_copy
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.parallel.offload import pin_memory
 from fsdptrain.parallel.world import World

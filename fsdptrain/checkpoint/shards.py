@@ -1,21 +1,39 @@
-"""A rank's rows of every tensor that a checkpoint holds."""
+"""A rank's rows of every tensor that a checkpoint holds, and reading them, whatever number of ranks wrote it.
+
+every rank: read the headers of its share of the files → which rows of which tensors are where (`find_pieces`)
+all ranks:  exchange that ─> every rank: check that no row is missing, read its rows from the files that have them
+
+Files are opened where they are: whole on a disk, or piece by piece in an object store.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import json
 import math
+import reprlib
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
+from fsdptrain.errors import CheckpointError, listed
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.units import trained_state
 from fsdptrain.parallel.world import first_row
+from fsdptrain.run_folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
+from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 
 Tensors = dict[str, torch.Tensor]  # by name
 
@@ -92,3 +110,217 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))
     return Shard(tensor.to_local(), first_row(tensor), tuple(tensor.shape))
+
+
+MAX_HEADER_BYTES = 10**8  # as in the library
+REQUESTS = 8  # at a time
+MAX_ROWS = 2**62  # of a tensor: sums of two such numbers are an int64
+PieceTable = np.ndarray[Any, np.dtype[np.int64]]  # [pieces, 4]: number of the tensor, of the file, first row, rows
+
+
+def find_pieces(
+    folder: Location, files: Sequence[str], shards: dict[str, Shard], share: slice = slice(None)
+) -> PieceTable:
+    """Return which rows of which tensors are in a share of a checkpoint's files; only their headers are read.
+
+    Tensors have the numbers of their sorted names in `shards`, and files those of their places in `files`: both are the
+    same on all ranks. Raises CheckpointError when another model wrote the checkpoint.
+    """
+    numbers = {name: number for number, name in enumerate(sorted(shards))}
+    found = []
+    for file_number, file in [*enumerate(files)][share]:
+        with CheckpointReader(folder, [file]) as reader:
+            if unknown := sorted(reader.shapes.keys() - shards.keys()):
+                raise CheckpointError(f"{folder}: it holds {unknown[0]!r}, which the model does not have")
+            for name in reader.shapes:
+                reader.compare(name, shards[name])
+                found += [(numbers[name], file_number, *span) for span in reader.spans(name)]
+    return np.array(found, np.int64).reshape(-1, 4)
+
+
+def load_checkpoint(folder: Location, files: Sequence[str], shards: dict[str, Shard], pieces: PieceTable) -> None:
+    """Fill the shards of a run from a verified checkpoint; raises CheckpointError when another model wrote it.
+
+    `pieces` are those of all files, as the ranks have found them. Of the files only those are opened that hold rows of
+    these shards.
+    """
+    pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]  # by tensor, then by row
+    bounds = np.searchsorted(pieces[:, 0], range(len(shards) + 1))
+    needed: set[int] = set()
+    for number, name in enumerate(sorted(shards)):
+        _, holders, starts, counts = pieces[bounds[number] : bounds[number + 1]].T
+        shard, ends = shards[name], starts + counts
+        if not len(holders):
+            raise missing(folder, name)
+        _reject_gaps(folder, name, shard.shape, starts.tolist(), ends.tolist())
+        overlap = (starts < shard.first + len(shard.local)) & (ends > shard.first)
+        needed.update(holders[overlap].tolist())
+    with CheckpointReader(folder, [files[number] for number in sorted(needed)]) as reader:
+        for name, shard in shards.items():
+            if len(shard.local):
+                reader.fill(name, shard)
+
+
+class CheckpointReader:
+    """A checkpoint open for reading: whole tensors or some of their rows, whichever ranks wrote them.
+
+    Correct checksums prove that the files are as they were written, not that fsdptrain wrote them. So their metadata is
+    checked. Raises CheckpointError when the pieces are not complete tensors.
+    """
+
+    def __init__(self, folder: Location, files: Iterable[str] | None = None) -> None:
+        """Open these files, whose pieces need not be complete tensors, or all."""
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, list[tuple[int, Any]]] = {}  # name → [(first row, slice of an open file)]
+        with contextlib.ExitStack() as stack:
+            for name in sorted(read_manifest(folder).files) if files is None else files:
+                try:
+                    with system_errors(folder / name):
+                        self._add_file(stack.enter_context(open_tensors(folder / name)))
+                except (SafetensorError, *NOTHING_THERE, ValueError, RecursionError) as error:
+                    raise CheckpointError(f"{folder / name} is not a checkpoint file: {error}") from None
+            for name, shape in self.shapes.items() if files is None else ():
+                spans = sorted(self.spans(name))
+                _reject_gaps(folder, name, shape, [first for first, _ in spans], [sum(span) for span in spans])
+                dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
+                if len(dtypes) > 1:
+                    raise CheckpointError(f"{folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _add_file(self, opened: Any) -> None:
+        """Add the pieces in a file; raises ValueError when its metadata does not match its tensors."""
+        places = json.loads((opened.metadata() or {}).get("places", "null"))
+        if not isinstance(places, dict) or places.keys() != set(opened.keys()):
+            raise ValueError("its `places` do not match its tensors")
+        for name, place in places.items():
+            is_list = isinstance(place, list) and place
+            if not is_list or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place):
+                raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
+            (first, *shape), rows = place, opened.get_slice(name)
+            if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
+                raise ValueError(f"{name!r} has shape {rows.get_shape()}, its place says {reprlib.repr(shape)}")
+            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                raise ValueError(
+                    f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
+                )
+            self._pieces.setdefault(name, []).append((first, rows))
+
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """Return the first row and the number of rows of each piece of a tensor in the open files."""
+        return [(first, math.prod(rows.get_shape()[:1])) for first, rows in self._pieces[name]]
+
+    def compare(self, name: str, shard: Shard) -> None:
+        """Raise CheckpointError when a tensor is missing, or has another shape or dtype than a shard of the model."""
+        if name not in self.shapes:
+            raise missing(self.folder, name)
+        if self.shapes[name] != shard.shape:
+            raise CheckpointError(f"{self.folder}: {name} has shape {self.shapes[name]}, the model needs {shard.shape}")
+        for dtype in {rows[:0].dtype for _, rows in self._pieces[name]} - {shard.local.dtype}:
+            raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model needs {shard.local.dtype}")
+
+    def fill(self, name: str, shard: Shard) -> None:
+        """Copy into a shard the rows in the files that overlap it; raises what `compare` raises."""
+        self.compare(name, shard)
+        wanted = range(shard.first, shard.first + len(shard.local))
+        for first, rows in self._pieces[name]:
+            begin, end = max(first, wanted.start), min(first + rows.get_shape()[0], wanted.stop)
+            if begin < end:
+                shard.local[begin - wanted.start : end - wanted.start].copy_(rows[begin - first : end - first])
+
+    def whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor in host memory; raises CheckpointError unless it has the shape and dtype of `like`."""
+        tensor = torch.empty_like(like, device="cpu")
+        self.fill(name, shard_of(tensor))
+        return tensor
+
+
+def missing(folder: Location, name: str) -> CheckpointError:
+    """Return the error for a tensor that no file of a checkpoint holds."""
+    return CheckpointError(f"{folder}: {name}, which the model needs, is missing")
+
+
+def _reject_gaps(folder: Location, name: str, shape: tuple[int, ...], starts: list[int], ends: list[int]) -> None:
+    """Raise CheckpointError unless pieces, in the order of their rows, cover a tensor without gap or overlap."""
+    row_count = math.prod(shape[:1])
+    if starts != [0, *ends[:-1]] or ends[-1] != row_count:
+        spans = listed(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
+        raise CheckpointError(f"{folder}: {name!r} has {row_count} rows, the files hold {spans}")
+
+
+def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:
+    """Open a safetensors file as `safe_open` does; raises what it raises, ValueError for a wrong header, and
+    StorageError if the system or the store cannot read it.
+    """
+    return RemoteTensors(path) if isinstance(path, ObjectPath) else safe_open(openable(path), framework="pt")
+
+
+class RemoteTensors:
+    """A safetensors file in an object store, with those methods of `safe_open` that loading needs.
+
+    Only the requested rows are read.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, size = path, path.stat().st_size
+        length = path.read(0, 8) if size > 8 else b""
+        header_bytes = int.from_bytes(length, "little")
+        if not 0 < header_bytes <= min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"it has {size:,} bytes, and a header of {header_bytes:,}")
+        text = path.read(8, 8 + header_bytes)
+        # The library checks the header, and knows shapes and dtypes, of a file that has it and holes for the tensors.
+        with full_tmpdir_errors(), tempfile.NamedTemporaryFile() as holes:
+            holes.write(length + text)
+            holes.truncate(size)
+            holes.flush()
+            self._opened: Any = safe_open(holes.name, framework="pt")
+        header = json.loads(text)
+        self._starts = {name: 8 + header_bytes + header[name]["data_offsets"][0] for name in self.keys()}
+
+    def __enter__(self) -> RemoteTensors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:  # `metadata` and `keys` are of the header
+        return getattr(self._opened, name)
+
+    def get_slice(self, name: str) -> RemoteRows:
+        """Return a tensor of which rows can be read."""
+        return RemoteRows(self._path, self._opened.get_slice(name), self._starts[name])
+
+
+class RemoteRows:
+    """A tensor in an object store; `rows[a:b]` reads its rows from a to b."""
+
+    def __init__(self, path: ObjectPath, holes: Any, start: int) -> None:
+        self._path, self._holes, self._start = path, holes, start
+
+    def __getattr__(self, name: str) -> Any:  # `get_shape` and `get_dtype` are of the header
+        return getattr(self._holes, name)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        empty = self._holes[:0]
+        first, last, _ = rows.indices(self.get_shape()[0])
+        row_bytes = math.prod(empty.shape[1:]) * empty.element_size()
+        if last <= first or not row_bytes:
+            return empty if last <= first else empty.new_empty(last - first, *empty.shape[1:])
+        begin, content = self._start + first * row_bytes, bytearray((last - first) * row_bytes)
+
+        def fetch(at: int) -> None:
+            stop = min(at + READ_BYTES, len(content))
+            piece = self._path.read(begin + at, begin + stop)
+            if len(piece) != stop - at:
+                raise CheckpointError(f"{self._path}: {len(piece)} bytes were read instead of {stop - at}")
+            content[at:stop] = piece
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(fetch, range(0, len(content), READ_BYTES)))
+        return torch.frombuffer(content, dtype=empty.dtype).view(last - first, *empty.shape[1:])

@@ -15,7 +15,7 @@ import transformers
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.export_check import open_adapter, open_model
-from fsdptrain.checkpoint.verify import is_model
+from fsdptrain.checkpoint.manifest import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import MixtureSource, prompt_source, source_named
 from fsdptrain.config.schema import Data

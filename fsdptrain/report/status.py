@@ -28,8 +28,7 @@ from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.ownership import is_marked, read_export_record
 from fsdptrain.run_folder.records import Record, RunState, Tail, by_loss, waits_for_slow_ranks, without_better
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.terminal.liveline import LiveLine, Part
-from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.page import LiveLine, Page, Part
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
 
 REFRESH_S = 1.0

@@ -13,8 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdptrain.run_folder.records import Record, RunState, waits_for_slow_ranks, without_better
-from fsdptrain.terminal.liveline import LiveLine, Part
-from fsdptrain.terminal.page import Page, Terminal
+from fsdptrain.terminal.page import LiveLine, Page, Part, Terminal
 from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, host_space
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     CODE_KEY,
@@ -30,9 +28,21 @@ from fsdptrain.checkpoint.manifest import (
     RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
-    recipe_key,
 )
-from fsdptrain.checkpoint.resume import changes_since, too_few_steps
+from fsdptrain.checkpoint.nodes import (
+    DATA,
+    FOLDER,
+    MODEL,
+    PLAN,
+    disk_problems,
+    disk_space,
+    file_to_see,
+    host_problems,
+    host_space,
+    sees,
+    shared_folder,
+)
+from fsdptrain.checkpoint.resume import changes_since, recipe_key, too_few_steps
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note

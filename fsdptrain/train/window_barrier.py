@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from fsdptrain.checkpoint.agreement import DATA
+from fsdptrain.checkpoint.nodes import DATA
 from fsdptrain.data.prepare import prepare_in_child
 from fsdptrain.data.resume_pins import pin_windows
 from fsdptrain.data.windows import Windows

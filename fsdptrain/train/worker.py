@@ -25,7 +25,7 @@ from fsdptrain.failures.translate import as_fsdptrain_error, first_line_of, reco
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
-from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.run_banner import next_steps
 from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append

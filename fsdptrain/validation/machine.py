@@ -13,7 +13,7 @@ import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
-from fsdptrain.checkpoint.disk import existing_parent
+from fsdptrain.checkpoint.nodes import existing_parent
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.model.attention import card_obstacle

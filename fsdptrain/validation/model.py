@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
+from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model import attention, varlen

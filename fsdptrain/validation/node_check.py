@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.checkpoint.agreement import DATA, FOLDER, GPUS, PLAN, Agreed, file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.nodes import DATA, FOLDER, GPUS, PLAN, Agreed, file_to_see, sees, shared_folder
 from fsdptrain.checkpoint.resume import describe_changes, plan_changes
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.resume_pins import pin_commits

@@ -29,7 +29,6 @@ from support import environment, fsdptrain, on_ranks, write_recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -39,11 +38,11 @@ from fsdptrain.checkpoint.manifest import (
     file_entry,
     newest_manifest,
     read_manifest,
+    survey,
     with_checksum,
 )
 from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
-from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.shards import CheckpointReader, Shard, find_pieces, load_checkpoint, shard_of, share_of_copy
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, from_record, to_record
 from fsdptrain.plan.plan import make_plan
@@ -518,7 +517,7 @@ def test_verify_needs_no_torch(run: RunDir) -> None:
     export_checkpoint(run, None, run.export, None, Screen())
     code = (
         "import sys, pathlib; from fsdptrain.run_folder.rundir import RunDir\n"
-        "from fsdptrain.checkpoint.verify import survey\n"
+        "from fsdptrain.checkpoint.manifest import survey\n"
         f"assert survey(RunDir(pathlib.Path({str(run.root)!r})))['good']; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -21,7 +21,7 @@ from injection import small_recipe
 from support import TESTS, environment, events, fsdptrain, python_path
 
 from fsdptrain.checkpoint import export as exports
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.manifest import survey
 from fsdptrain.errors import CheckpointError
 from fsdptrain.run_folder.ownership import export_has, read_export_record
 from fsdptrain.run_folder.rundir import RunDir

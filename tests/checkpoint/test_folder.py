@@ -26,9 +26,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support import environment, fsdptrain, sample, write_recipe
 
-from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest
+from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest, survey
 from fsdptrain.checkpoint.resume import changes_since, inspect_earlier_attempts
-from fsdptrain.checkpoint.verify import survey
 from fsdptrain.cli import _show_finished
 from fsdptrain.config.reader import load
 from fsdptrain.data.sources import data_files

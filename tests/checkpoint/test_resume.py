@@ -20,10 +20,9 @@ from fsdptrain.checkpoint.manifest import (
     RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
-    measured_changes,
     read_manifest,
-    resume_problems,
 )
+from fsdptrain.checkpoint.resume import measured_changes, resume_problems
 from fsdptrain.config.reader import load
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology

@@ -24,7 +24,6 @@ from support import as_nobody, on_ranks, write_recipe
 from typer.testing import CliRunner
 
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -32,11 +31,11 @@ from fsdptrain.checkpoint.manifest import (
     checkpoint_problems,
     complete_steps,
     newest_manifest,
+    survey,
 )
 from fsdptrain.checkpoint.resume import inspect_earlier_attempts
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
-from fsdptrain.checkpoint.shards import Shard
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.shards import CheckpointReader, Shard
 from fsdptrain.cli import app
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.reader import load

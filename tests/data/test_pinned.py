@@ -23,8 +23,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from support import environment, write_recipe
 
-from fsdptrain.checkpoint.manifest import resume_problems
-from fsdptrain.checkpoint.resume import archive_plan
+from fsdptrain.checkpoint.resume import archive_plan, resume_problems
 from fsdptrain.config.reader import load
 from fsdptrain.data.resume_pins import pin_commits, pin_date
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources

@@ -519,7 +519,7 @@ def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: 
 def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
-    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:check_space", 2, "needs", "has")
+    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.nodes:check_space", 2, "needs", "has")
     assert not record_try(fault_table, "disk full before the second save", problems, [notice])
 
 

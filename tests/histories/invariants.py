@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 from histories.client import Ended, state_of
 
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.manifest import survey
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.report.status import observe
 from fsdptrain.run_folder.events import read_history

@@ -31,7 +31,7 @@ from fsdptrain.inference.scores import ReadAs, score_files
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import VisibleText
-from fsdptrain.report.next_steps import _snippet
+from fsdptrain.report.run_banner import _snippet
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable

@@ -12,7 +12,7 @@ from reference import batches_of, cosine_rates, largest_difference, plain_curve,
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig
 
-from fsdptrain.checkpoint.manifest import resume_problems
+from fsdptrain.checkpoint.resume import resume_problems
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import RecipeError

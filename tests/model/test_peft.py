@@ -25,9 +25,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
 from fsdptrain.checkpoint.export import check_unchanged, export_checkpoint, with_options
-from fsdptrain.checkpoint.manifest import BASE_KEY
+from fsdptrain.checkpoint.manifest import BASE_KEY, survey
 from fsdptrain.checkpoint.resume import EarlierAttempts
-from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.keys import value_text
 from fsdptrain.config.reader import load

@@ -36,7 +36,7 @@ from fsdptrain.checkpoint.export_tensors import (
     tensors_in_files,
     write_folder,
 )
-from fsdptrain.checkpoint.verify import INDEX
+from fsdptrain.checkpoint.manifest import INDEX
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import safetensors_files

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from fsdptrain.config.reader import load
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.report.next_steps import next_steps
+from fsdptrain.report.run_banner import next_steps
 from fsdptrain.report.trackers import TrackerState
 from fsdptrain.terminal.screen import Screen
 

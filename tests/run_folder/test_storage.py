@@ -32,12 +32,17 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fsdptrain.checkpoint import load as load_module
-from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint, open_tensors
-from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps, read_manifest
+from fsdptrain.checkpoint.manifest import (
+    FORMAT_VERSION,
+    Manifest,
+    checkpoint_problems,
+    complete_steps,
+    read_manifest,
+    survey,
+)
 from fsdptrain.checkpoint.resume import inspect_earlier_attempts
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
-from fsdptrain.checkpoint.shards import Shard
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.shards import CheckpointReader, Shard, find_pieces, load_checkpoint, open_tensors
 from fsdptrain.cli import app
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError

@@ -24,8 +24,7 @@ from fsdptrain.processes import VisibleText
 from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.records import EVENTS
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.terminal.liveline import LiveLine
-from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.page import LiveLine, Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable, rate, wrapped
 

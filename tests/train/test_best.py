@@ -15,7 +15,7 @@ from ranks import build
 from support import TINY, events, fsdptrain, on_ranks, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdptrain.checkpoint.verify import survey
+from fsdptrain.checkpoint.manifest import survey
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import FsdptrainError

@@ -16,7 +16,7 @@ from forks import Command
 from rich.console import Console
 from support import environment, fsdptrain, write_recipe
 
-from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.nodes import file_to_see, sees, shared_folder
 from fsdptrain.config.reader import load
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
