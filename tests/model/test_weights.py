@@ -28,7 +28,7 @@ from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import export_tensors
-from fsdptrain.checkpoint import load as loading
+from fsdptrain.checkpoint import shards as loading
 from fsdptrain.checkpoint.export_tensors import (
     SafetensorsWriter,
     check_export,

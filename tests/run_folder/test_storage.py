@@ -31,7 +31,7 @@ from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, REFUSALS, SLOW_DO
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from fsdptrain.checkpoint import load as load_module
+from fsdptrain.checkpoint import shards as shards_module
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -182,7 +182,7 @@ def test_ranks_share_the_headers_and_open_only_files_with_their_rows(
     world, opened, folder = 4, list[str](), run.checkpoint(1)
     files = sorted(write(run.storage, 1, world=world))
     run.storage.publish(1, b"")  # no manifest: one rank has read it for all
-    monkeypatch.setattr(load_module, "open_tensors", lambda path: opened.append(path.name) or open_tensors(path))
+    monkeypatch.setattr(shards_module, "open_tensors", lambda path: opened.append(path.name) or open_tensors(path))
     wanted = [shards_of_rank(rank, world) for rank in range(world)]
     pieces = np.concatenate(
         [find_pieces(folder, files, wanted[rank], slice(rank, None, world)) for rank in range(world)]

@@ -19,7 +19,7 @@ from rich.console import Console
 from support import ROOT, TINY, fsdptrain, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.checkpoint import disk
+from fsdptrain.checkpoint import nodes
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.data.hub import hub_errors
@@ -147,7 +147,7 @@ def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeyp
 def test_the_copy_of_a_checkpoint_must_fit_into_host_memory(
     overrides: tuple[str, ...], state: int, copy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "available_memory", lambda: 1000)
+    monkeypatch.setattr(nodes, "available_memory", lambda: 1000)
     found, _ = validate(write_recipe(tmp_path), *overrides)
     space, parameters = found.levels["model"]["host"], found.levels["model"]["parameters"]
     assert space == {
@@ -161,10 +161,10 @@ def test_on_gpus_a_node_holds_a_copy_of_its_share_of_a_checkpoint(tmp_path: Path
     plan, _ = draft(write_recipe(tmp_path))
     gpus = dataclasses.replace(plan.topology, device="cuda", nnodes=4, nproc_per_node=8)
     plan = dataclasses.replace(plan, topology=gpus, shard_size=32)
-    space = disk.host_space(plan, [Weight((1000, 64))], None)
+    space = nodes.host_space(plan, [Weight((1000, 64))], None)
     assert (space["state_bytes"], space["copy_bytes"]) == (0, 12 * 64000 // 4)
     plan.recipe.fsdp.cpu_offload, plan.recipe.checkpoint.async_ = True, False
-    space = disk.host_space(plan, [Weight((1000, 64)), Weight((900, 64), trained=False, quantised=True)], None)
+    space = nodes.host_space(plan, [Weight((1000, 64)), Weight((900, 64), trained=False, quantised=True)], None)
     pinned = 8192 + 8192 + 1024 + 32  # a weight and its gradient of 8,000 bytes each, 900 of NF4 and 29 of scales
     assert (space["state_bytes"], space["copy_bytes"]) == (8 * (pinned + 8 * 2000), 0)
 
@@ -178,15 +178,15 @@ def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch:
 
 def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path))
-    before = disk.disk_space(plan, [Weight((10, 100))], None)
+    before = nodes.disk_space(plan, [Weight((10, 100))], None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
     best = varied(plan, {"checkpoint.keep_best": 3, "eval.every": 4})  # and checkpoint.every: 2
-    counts = [disk.disk_space(best, [Weight((10, 100))], steps)["checkpoints"] for steps in (None, 8, 9)]
+    counts = [nodes.disk_space(best, [Weight((10, 100))], steps)["checkpoints"] for steps in (None, 8, 9)]
     assert counts == [14, 5, 7], "at most those of all saves: 2, 4, 6, 8, and 4, 8, and the last"
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
-    assert disk.disk_space(plan, [Weight((10, 100))], None)["needed_bytes"] == 10 * 12000 + 4000
+    assert nodes.disk_space(plan, [Weight((10, 100))], None)["needed_bytes"] == 10 * 12000 + 4000
 
 
 def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a_note(tmp_path: Path) -> None:
