@@ -1,4 +1,4 @@
-"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print a table of faults.
+"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print tables.
 
 The variables of the caches are set when pytest starts, before the libraries that read them at import.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import forks
 import pytest
@@ -97,29 +95,10 @@ class Table:
         return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-class FaultTable(Table):
-    """The faults that were injected in this session, with their outcome."""
-
-    def __init__(self) -> None:
-        super().__init__("fault", "tries", "survived", "noticed after (median / worst)", "lost")
-
-    def add(self, fault: str, tries: int, survived: int, notice: Sequence[float] = (), lost: str = "nothing") -> None:
-        """Add a fault; `notice` is in seconds, one for each try that could be timed."""
-        times = f"{statistics.median(notice):.1f} s / {max(notice):.1f} s" if notice else ""
-        self.rows.append((fault, str(tries), str(survived), times, lost))
-
-
 _tables = {
-    "faults": FaultTable(),
     "bytes between hosts": Table("run", "bytes a step", "forecast", "difference"),
     "faults on two hosts": Table("fault", "host", "exit", "ended after", "what it said"),
 }
-
-
-@pytest.fixture(scope="session")
-def fault_table() -> FaultTable:
-    """Return the table of injected faults."""
-    return _tables["faults"]  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="session")
@@ -132,19 +111,6 @@ def link_table() -> Table:
 def host_table() -> Table:
     """Return the table of what happened to hosts."""
     return _tables["faults on two hosts"]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the rows of this worker of pytest-xdist to the process that prints them."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["tables"] = {title: table.rows for title, table in _tables.items()}
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_testnodedown(node: Any) -> None:
-    """Add the rows of a worker that has ended; one that was killed sends none."""
-    for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
-        _tables[title].rows += map(tuple, rows)
 
 
 def times_of_files(terminalreporter: pytest.TerminalReporter) -> Table:

@@ -50,7 +50,6 @@ class Ended:
     output: str
     notice: float
     left: list[int]  # processes that still used the run folder after LEAVE_WITHIN_S
-    leaving: float  # seconds from the end of the command to the end of its last process
 
     def problems(self, code: int, *words: str, within: float | None = None) -> list[str]:
         """Return what is not as expected: exit code, patterns in the output, time to notice, processes left."""
@@ -85,13 +84,12 @@ class Running:
         ended = time.time()
         while (left := processes_using(self.run)) and time.time() < ended + LEAVE_WITHIN_S:
             time.sleep(0.05)
-        leaving = time.time() - ended
         for pid in left:  # so that they do not slow down the next test
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         moments = [mark.stat().st_mtime for mark in self.marks if mark.exists()]
         notice = ended - max(moments) if moments else float("nan")
-        return Ended(self.process.returncode, output, notice, left, leaving)
+        return Ended(self.process.returncode, output, notice, left)
 
 
 def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extra: str) -> Ended:

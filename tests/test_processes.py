@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import FaultTable
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
 from support import ROOT, SHAKESPEARE, environment, events, fsdptrain, wait_for_step
@@ -52,11 +51,9 @@ def kill_and_watch(run: Path, moment: str, victim: str, *words: object) -> dict[
     return dict(json.loads(done.stdout))
 
 
-def check_killed(tmp: Path, table: FaultTable, moment: str, victim: str, start: Sequence[str] = FSDPTRAIN) -> None:
+def check_killed(tmp: Path, moment: str, victim: str, start: Sequence[str] = FSDPTRAIN) -> None:
     found = kill_and_watch(tmp / "run", moment, victim, *start, "run", small_recipe(tmp, train__steps=5000))
-    gone = not found["left"] and found["seconds"] < LEAVE_WITHIN_S
-    table.add(f"{victim} killed {moment} s", 1, int(gone), [found["seconds"]])
-    assert gone, found
+    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
 
 
 CHILD = """
@@ -118,26 +115,22 @@ def test_the_code_of_another_error_is_no_full_disk() -> None:
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])
-def test_no_process_outlives_one_killed_while_workers_start(
-    moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
-) -> None:
-    check_killed(tmp_path, fault_table, moment, victim)
+def test_no_process_outlives_one_killed_while_workers_start(moment: str, victim: str, tmp_path: Path) -> None:
+    check_killed(tmp_path, moment, victim)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["command", AGENT, WORKER])
 @pytest.mark.parametrize("moment", ["0", "0.5", "2", "6", f"{AGENT}+0", f"{WORKER}+0", f"{WORKER}+2", "step+1"])
-def test_no_process_outlives_a_killed_one(moment: str, victim: str, tmp_path: Path, fault_table: FaultTable) -> None:
-    check_killed(tmp_path, fault_table, moment, victim)
+def test_no_process_outlives_a_killed_one(moment: str, victim: str, tmp_path: Path) -> None:
+    check_killed(tmp_path, moment, victim)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["command", "-u -m fsdptrain run "])  # torchrun, or a worker
 @pytest.mark.parametrize("moment", ["-u -m fsdptrain+1", "-u -m fsdptrain+4", "step+1"])
-def test_no_process_outlives_a_killed_one_under_torchrun(
-    moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
-) -> None:
-    check_killed(tmp_path, fault_table, moment, victim, TORCHRUN)
+def test_no_process_outlives_a_killed_one_under_torchrun(moment: str, victim: str, tmp_path: Path) -> None:
+    check_killed(tmp_path, moment, victim, TORCHRUN)
 
 
 @pytest.mark.soak

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import FaultTable
 from forks import Command
 from support import environment, events, fsdptrain, python, write_recipe
 
@@ -237,11 +235,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.usefixtures("small_pieces")
 def test_a_store_that_refuses_leaves_nothing_half_in_the_cache(
-    name: str, tmp_path: Path, bucket: Any, server: ObjectStore, fault_table: FaultTable
+    name: str, tmp_path: Path, bucket: Any, server: ObjectStore
 ) -> None:
     put(bucket, a__jsonl=LINE, b__jsonl=2 * LINE)
     answer, words = REFUSALS[name]
-    noticed = []
     with server.times(-1, answer), pytest.raises(NoData, match=rf"^data: s3://.*{words}"):
         list_objects(str(bucket))
     found = relist(bucket)
@@ -251,25 +248,20 @@ def test_a_store_that_refuses_leaves_nothing_half_in_the_cache(
         sent.append(path)
         return answer if "b.jsonl" in path and len([p for p in sent if "b.jsonl" in p]) > 2 else None
 
-    began = time.monotonic()
     with server.failing(die_in_the_middle), pytest.raises(NoData, match=rf"^data: s3://.*b\.jsonl: .*{words}"):
         fetch(found)
-    noticed.append(time.monotonic() - began)
     assert [each.is_here for each in found][1] is False and not [n for n in cached(tmp_path) if n.endswith(".tmp")]
     fetch(found)
     assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE]
-    fault_table.add(f"S3 data, in mid-download: {name}", len(noticed), len(noticed), noticed)
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_store_that_stops_answering_is_an_error(bucket: Any, server: ObjectStore, fault_table: FaultTable) -> None:
+def test_a_store_that_stops_answering_is_an_error(bucket: Any, server: ObjectStore) -> None:
     put(bucket, a__jsonl=LINE)
     [found] = relist(bucket)
-    began = time.monotonic()
     with server.slow(1.2, "a.jsonl"), pytest.raises(NoData, match="the store does not answer"):
         fetch([found])
     assert gets(server) <= 8  # twice by botocore, twice by s3fs, twice because it reads
-    fault_table.add("S3 data: no answer in mid-download", 1, 1, [time.monotonic() - began])
     assert not found.is_here
 
 
@@ -369,7 +361,7 @@ def test_a_process_that_waits_for_the_download_of_another_shows_its_progress_and
 
 
 def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
-    tmp_path: Path, bucket: Any, server: ObjectStore, fault_table: FaultTable
+    tmp_path: Path, bucket: Any, server: ObjectStore
 ) -> None:
     put(bucket, a__jsonl=LINE, b__jsonl=2 * LINE)
     reading, release = threading.Event(), threading.Event()
@@ -391,7 +383,6 @@ def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
     assert not found[1].is_here
     assert python("-c", FETCH, bucket).stdout == "done\n"
     assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE] and len(cached(tmp_path)) == 3
-    fault_table.add("S3 data: killed in mid-download", 1, 1)
 
 
 def test_the_prepared_data_is_that_of_the_same_local_files(

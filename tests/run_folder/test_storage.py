@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import FaultTable
 from forks import Command
 from support import environment, events, fsdptrain, processes_using, write_recipe
 
@@ -262,18 +261,14 @@ READING: dict[str, Callable[[RunDir], Any]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.usefixtures("impatient")
 def test_a_store_that_refuses_is_an_error_and_no_checkpoint_is_called_damaged(
-    name: str, remote: RunDir, server: ObjectStore, fault_table: FaultTable
+    name: str, remote: RunDir, server: ObjectStore
 ) -> None:
     answer, words = REFUSALS[name]
     save(remote.storage, 1)
-    noticed = []
     for action in READING.values():
-        began = time.monotonic()
         with server.times(-1, answer), pytest.raises(StorageError, match=words):
             action(remote)
         assert len(server.requests) <= 12
-        noticed.append(time.monotonic() - began)
-    fault_table.add(f"S3 refuses: {name}", len(noticed), len(noticed), noticed)
     assert remote.storage.steps() == [1] and checkpoint_problems(remote.checkpoint(1)) == []
 
 
@@ -288,25 +283,18 @@ def test_one_refusal_is_tried_again(answer: Any, remote: RunDir, server: ObjectS
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_slow_store_takes_longer_and_nothing_else(
-    remote: RunDir, server: ObjectStore, fault_table: FaultTable
-) -> None:
+def test_a_slow_store_takes_longer_and_nothing_else(remote: RunDir, server: ObjectStore) -> None:
     with server.slow(0.2):  # each answer; 0.5 s are none
         save(remote.storage, 1)
         assert remote.storage.steps() == [1]
     assert checkpoint_problems(remote.checkpoint(1)) == []
-    fault_table.add("S3 answers slowly", 1, 1)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_store_without_an_answer_is_an_error_after_some_tries(
-    remote: RunDir, server: ObjectStore, fault_table: FaultTable
-) -> None:
-    began = time.monotonic()
+def test_a_store_without_an_answer_is_an_error_after_some_tries(remote: RunDir, server: ObjectStore) -> None:
     with server.slow(1.2), pytest.raises(StorageError, match="the store does not answer"):
         remote.storage.steps()
     assert len(server.requests) <= 10
-    fault_table.add("S3 does not answer", 1, 1, [time.monotonic() - began])
 
 
 def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, server: ObjectStore) -> None:
@@ -417,7 +405,7 @@ def recipe_for(tmp: Path, name: str, place: str | None) -> Path:
 
 @pytest.mark.soak
 def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_in_a_folder(
-    tmp_path: Path, server: ObjectStore, fault_table: FaultTable
+    tmp_path: Path, server: ObjectStore
 ) -> None:
     place = f"s3://{BUCKET}/{tmp_path.name}/run"
     local, remote = recipe_for(tmp_path, "local", None), recipe_for(tmp_path, "remote", place)
@@ -453,7 +441,6 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_
         assert done.returncode == 0, done.stderr
     weights = [(tmp_path / f"{name}-export" / "model.safetensors").read_bytes() for name in ("local", "remote")]
     assert weights[0] == weights[1]
-    fault_table.add("S3: killed in mid-upload", 1, 1)
     done = fsdptrain("run", remote, "train.steps=8", "checkpoint.path=null", timeout=300)
     assert done.returncode == 2 and "the checkpoints of this run are in s3://" in " ".join(done.stderr.split())
 
