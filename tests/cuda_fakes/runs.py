@@ -38,12 +38,14 @@ from fsdptrain.forecast.device import Backend, PretendStream, pretend_world
 from fsdptrain.forecast.kernels import cuda_attention
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
-from fsdptrain.inference import load_model as opened
+from fsdptrain.inference.load_model import opened_model
 from fsdptrain.model.recurrence import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
+from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
 from fsdptrain.validation import dry_run, machine, node_check
 from fsdptrain.validation.findings import Findings
@@ -265,8 +267,8 @@ def recurrences(folder: Path) -> None:
 
 def inferences(folder: Path) -> None:
     """Open a folder as `eval` and `chat` do; it has no model."""
-    with contextlib.suppress(RecipeError):
-        opened._open(folder, opened.default_dtype(None), False)
+    with contextlib.suppress(RecipeError), opened_model(RunDir(folder), None, None, False, Screen(quiet=True)):
+        pass
     print("inferences", flush=True)
 
 
