@@ -237,9 +237,8 @@ def run(
 
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
-        from fsdptrain.forecast.changes import relief_lines
-        from fsdptrain.forecast.forecaster import Forecaster
-        from fsdptrain.forecast.measured import ForecastComparison
+        from fsdptrain.forecast.forecaster import Forecaster, compare_with_measured
+        from fsdptrain.forecast.search import relief_lines
         from fsdptrain.launch.launcher import launch, worker_settings
         from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
@@ -248,6 +247,7 @@ def run(
         from fsdptrain.report.run_banner import heading, next_steps
         from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
+        from fsdptrain.run_folder.records import Tail
         from fsdptrain.terminal.screen import Screen
 
         started, launched = time.monotonic(), find_launcher(os.environ)
@@ -266,7 +266,6 @@ def run(
                 cut_partial_lines(rundir)
                 Screen().say(heading(plan, rundir, earlier))
             work(plan)
-        # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
         limits = limits_here()
         plan_before_compile_fallback = dataclasses.replace(plan, recipe=written.recipe)
@@ -274,9 +273,7 @@ def run(
         for warning in (*untested_versions(), *risky_limits(plan, limits), *notes):
             if warning:
                 screen.say(warning)
-        comparison = None
-        if plan.recipe.log.forecast and topology.device != "cpu":
-            comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
+        records = Tail(rundir.metrics)
         trackers = stack.enter_context(tracked(plan, screen.say))
         with _errors_recorded(rundir):
             try:
@@ -286,10 +283,10 @@ def run(
                     start, config = screen.last.get("start"), str(rundir.model)
                     lines = relief_lines(plan, start, forecaster.forecast, config_dir=config)
                 raise OutOfMemory("\n".join([str(error), *lines])) from None
-        if comparison:
-            comparison.report(screen)
         trackers.finish("finished")
         screen.summary(time.monotonic() - started)
+        if plan.recipe.log.forecast and topology.device != "cpu" and is_first(launched):
+            compare_with_measured(plan, records.read(), screen)
         screen.paste(next_steps(plan, sys.argv[1:]))
 
 

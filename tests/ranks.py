@@ -40,8 +40,8 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.train import pace, trainer
 from fsdptrain.train import step as engine_module
-from fsdptrain.train import stops, trainer
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
@@ -382,7 +382,7 @@ def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
     run.totals.pace.add = lambda data_s, *_: waited.append([each > 0 for each in data_s])  # type: ignore
     clock = SimpleNamespace(perf_counter=lambda: queued[0] * (0.1 + 0.2 * run.world.rank))
     with (
-        patch.object(trainer, "count_within", stops.count_within),
+        patch.object(trainer, "count_within", pace.count_within),
         patch.object(trainer, "NOTICED_S", 2.0),
         patch.object(engine_module, "time", clock),
         patch.object(HostCopy, "done", lambda copy: False),

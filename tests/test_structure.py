@@ -29,10 +29,8 @@ LIGHT = (  # they import no torch
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",
     "checkpoint.manifest", "checkpoint.resume", "checkpoint.nodes", "validation.findings",
-    "validation.request", "validation.proposal", "forecast.trace", "forecast.memory",
-    "forecast.allocator",
-    "forecast.timing", "forecast.forecaster", "forecast.depth_extrapolation", "forecast.changes", "forecast.search",
-    "forecast.measured", "forecast.render", "forecast.plot",
+    "validation.request", "validation.proposal", "forecast.trace", "forecast.allocator",
+    "forecast.timing", "forecast.forecaster", "forecast.search", "forecast.render", "forecast.plot",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {

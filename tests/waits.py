@@ -27,7 +27,7 @@ from fsdptrain.forecast.trace import Event, Moment, Synchronize
 from fsdptrain.model.attention import choose_attention
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Counts, Plan, varied
-from fsdptrain.train import stops, trainer
+from fsdptrain.train import pace, trainer
 from fsdptrain.train.prefetch import StepInputs
 from fsdptrain.train.setup import Sizes
 from fsdptrain.train.step import Engine
@@ -63,8 +63,8 @@ def trained(
         enter(torch.autograd.set_multithreading_enabled(False))
         # No rank requests a stop. Steps of fake tensors take no time that could be exchanged: they count as short.
         enter(mock.patch.object(PretendCopy, "_numbers", lambda copy: np.zeros(copy._copy.shape)))
-        enter(mock.patch.object(trainer, "count_within", lambda *_: stops.MOST))
-        enter(mock.patch.object(stops, "count_within", lambda *_: stops.MOST))
+        enter(mock.patch.object(trainer, "count_within", lambda *_: pace.MOST))
+        enter(mock.patch.object(pace, "count_within", lambda *_: pace.MOST))
         engine, units = make_engine(plan, config, world)
         run = trainer_of(engine)
         recorder = enter(recorder_class(world.device.type, config.vocab_size))
@@ -132,7 +132,7 @@ def trainer_of(engine: Engine) -> Trainer:
     inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(corpus)), eval_corpus=corpus, prompts=[])
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
-    run.most_unread = stops.MOST
+    run.most_unread = pace.MOST
     run.prefetch = SimpleNamespace(get=lambda step: inputs_of(plan, step))  # type: ignore[assignment]
     return run
 

@@ -556,7 +556,7 @@ class Log:
         "project of wandb and trackio, and experiment of mlflow; null: what WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME "
         "say, else `fsdptrain`",
     )
-    forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
+    forecast: bool = key(True, "on GPUs: forecast the run when it has ended, and compare the two")
     profile: Any = key(
         None,
         "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",

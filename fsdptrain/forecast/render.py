@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptrain.errors import DoesNotFit
-from fsdptrain.forecast.changes import changes_that_save_memory, other_kinds_note, override_words
 from fsdptrain.forecast.forecaster import Forecast
-from fsdptrain.forecast.search import SAME_TIME, Advice, Option
+from fsdptrain.forecast.search import (
+    SAME_TIME,
+    Advice,
+    Option,
+    changes_that_save_memory,
+    other_kinds_note,
+    override_words,
+)
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted, duration, seconds, size
 
@@ -156,7 +162,7 @@ def _option_cells(option: Option) -> list[str]:
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
         f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
         "hold_shards": option.overrides.get("fsdp.accumulation") == "hold_shards",
-        f"and {size(option.host_bytes)} of host memory": option.cpu_offload, "approximate": not option.exact,
+        f"and {size(option.host_bytes)} of host memory": option.cpu_offload,
     }  # fmt: skip
     return [
         option.strategy + hybrid,

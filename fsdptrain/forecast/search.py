@@ -1,51 +1,153 @@
-"""Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
+"""The fastest plans that fit for the same job, and what to change in a plan that ran out of memory.
 
-Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its layers are equal.
+Strategy, micro-batch, recomputation and offload change only memory and time. Other kinds of training change the
+numerics, or what is trained: only the user can decide on them. So they are named apart, and not forecast. Other
+processes forecast the plans (`forecast.forecaster`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import math
 import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptrain.config.keys import unused_with, value_at
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.rules import may_hold_shards
+from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
+from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import FsdptrainError
-from fsdptrain.forecast.changes import (
-    RequestForecast,
-    StrategyCandidates,
-    changes_for_long_rows,
-    command_text,
-    micro_batches,
-    overrides_of,
-    strategies_to_try,
-)
-from fsdptrain.forecast.depth_extrapolation import Shallow, extrapolate
-from fsdptrain.forecast.forecaster import Forecast
+from fsdptrain.errors import FsdptrainError, listed
+from fsdptrain.forecast.forecaster import Forecast, hardware_of
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.plan import Counts, Plan, varied
+from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.run_folder.records import Record
+from fsdptrain.text import seconds, size
 
+RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
-FINALISTS = 2  # how many of the fastest plans are simulated in full
-ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
+HELD = 2  # of the fastest plans that could hold shards of gradients: so many are tried with that
 TYPICAL = Weight((4096, 4096))
-MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the layers do not count as equal
+LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
+SHOWN = 3  # overrides, where memory ran out
+LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
+NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
+
+# --- plans for the same job ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StrategyCandidates:
+    """A strategy, and the numbers of ranks per copy in the order in which they are tried."""
+
+    strategy: Strategy
+    sizes: list[int]
+    offload: bool
+
+
+def strategies_to_try(plan: Plan, offload: bool) -> list[StrategyCandidates]:
+    """Return the strategies worth trying, first those that need the least memory.
+
+    With offload, only those that shard one copy over all ranks.
+    """
+    nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
+    strategies = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
+    found = []
+    for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
+        tried = StrategyCandidates(strategy, strategy.sizes_to_try(nodes, node), offload)
+        sizes = [ranks for ranks in tried.sizes if _fits_range(plan, overrides_of(plan, tried, ranks, "full", 1))]
+        if sizes:
+            found.append(dataclasses.replace(tried, sizes=sizes))
+    return found
+
+
+def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
+    """Return whether the run could go on with every number of nodes of its range, if it can do so as it is."""
+    recipes = plan.recipe, varied(plan, overrides).recipe
+    own, changed = (elastic_problems(recipe, plan.topology) for recipe in recipes)
+    return bool(own) or not changed
+
+
+def micro_batches(plan: Plan) -> list[int]:
+    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
+
+    With a range of nodes they divide the share of each number of nodes. Where the recipe's attention kernel needs
+    micro-batches of one row, there are no others; products in float8 need multiples of some number of tokens.
+    """
+    recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
+    if recipe.model.attn_implementation == "flash_attention_2" and recipe.documents_share_sequences:
+        return [1]
+    share, tokens = recipe.train.global_batch_size * plan.context // plan.topology.world_size, plan.tokens_of_row
+    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}
+    sizes = sorted(powers | {recipe.train.micro_batch_size})
+    return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
+
+
+def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return what saves memory beside full recomputation of long rows on GPUs: first more ranks of a node in a row (the
+    fewest first), then what layers keep in host memory, then both.
+    """
+    ranks = plan.topology.nproc_per_node
+    sizes = [2**i for i in range(1, ranks.bit_length()) if ranks % 2**i == 0]
+    shared = [
+        {"parallel.context": size}
+        for size in sizes
+        if size > plan.context and plan.recipe.data.seq_len >= LEAST_TOKENS * size
+    ]
+    kept = [
+        {"fsdp.activation_checkpointing": {"kind": "full", "offload": True, **attention}}
+        for attention in ({"keep_attention": True}, {})
+        if plan.tokens_of_row >= LEAST_TOKENS
+    ]
+    rows, offloaded = (
+        [
+            change
+            for change in changes
+            if plan.topology.device == "cuda"
+            and not [*cross_field_problems(varied(plan, change).recipe, {})]
+            and _fits_range(plan, change)
+        ]
+        for changes in (shared, kept)
+    )
+    return [*rows, *(change | kept for kept in offloaded[:1] for change in [{}, *rows])]
+
+
+def overrides_of(plan: Plan, tried: StrategyCandidates, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
+    """Return what this choice changes in the recipe.
+
+    Keys that lose their effect are unset: with their values the recipe would be refused. A recipe that recomputes all
+    layers already does so in its own way, with what they keep in host memory or on the device.
+    """
+    fsdp = plan.recipe.fsdp
+    if recomputation == "full" and (fsdp.recomputation.kind, fsdp.recomputation.every) == ("full", 1):
+        recomputation = fsdp.activation_checkpointing
+    wanted: dict[str, Any] = {
+        "fsdp.strategy": tried.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
+        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": tried.offload,
+    }  # fmt: skip
+    if tried.strategy.in_groups:
+        same = fsdp.strategy.in_groups and plan.shard_size == ranks
+        wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
+    if fsdp.accumulation == "hold_shards" and not may_hold_shards(tried.strategy, tried.offload):
+        wanted["fsdp.accumulation"] = "reduce"
+    unused_before = unused_with("fsdp.strategy", fsdp.strategy)
+    unused = unused_with("fsdp.strategy", tried.strategy)
+    wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
+    return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 
 @dataclass(frozen=True)
 class Option:
-    """A plan that was tried. `overrides` is what it changes in the user's recipe; `own` marks the recipe's own plan.
-
-    `exact`: simulated in full. Otherwise the figures come from shallow copies of the model. Then the allocator is not
-    simulated, and `tight` means that the allocated memory fits but fragments may not.
-    """
+    """A plan that was tried. `overrides` is what it changes in the user's recipe; `own` marks the recipe's own plan."""
 
     overrides: dict[str, Any]
     strategy: Strategy
@@ -65,7 +167,6 @@ class Option:
     compute_s: float
     tokens_per_s: float
     mfu: float
-    exact: bool
     own: bool
 
 
@@ -88,19 +189,16 @@ class Advice:
 
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
-    config: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda tried: None, **job: Any,
+    progress: Callable[[int], None] = lambda tried: None, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
-    `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
-    or if its layers are not equal, every plan is simulated in full. `progress` gets the number of plans tried. `job` is
-    passed on with every request.
+    `requests` are used concurrently, each in a thread. `progress` gets the number of plans tried. `job` is passed on
+    with every request.
     """
     if hardware.is_cpu:
         requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
     trials = _Trials(plan, hardware, own, requests, job, progress)
-    if "config_dir" not in job:  # the configuration of a folder cannot be changed
-        trials.use_shallow_copies(Shallow.of(config or {}), own)
     found = [trials.own]
     with ThreadPoolExecutor(len(requests)) as threads:
         # Offload is slow: it is tried only when nothing fits without it.
@@ -118,11 +216,6 @@ def search(
                     if option and option.fits:
                         found.append(option)
                         break
-            # The fastest are simulated in full, which may make others the fastest.
-            for _ in range(ROUNDS):
-                first = [option for option in ranked(found)[:FINALISTS] if option.fits and not option.exact]
-                again = threads.map(lambda option: trials.option(option.overrides, full=True), first)
-                found = [*(option for option in found if option not in first), *filter(None, again)]
     options = ranked(option for option in found if option.fits or option.own)
     return Advice(options, len(trials.tried), trials.failed)
 
@@ -178,7 +271,7 @@ def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoo
     if trials.plan.recipe.fsdp.accumulation != "reduce":
         return []
     held = [o for o in options if o.fits and o.accumulation > 1 and may_hold_shards(o.strategy, o.cpu_offload)]
-    changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:FINALISTS]]
+    changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:HELD]]
     return [*filter(None, threads.map(trials.option, changes))]
 
 
@@ -205,63 +298,160 @@ class _Trials:
         progress: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.plan, self._hardware, self._job, self._progress = plan, hardware, job, progress
-        self.own = _option(plan, {}, own, exact=True)
+        self.own = _option(plan, {}, own)
         self.tried: list[str] = []
         self.failed: list[str] = []
-        self._shallow: Shallow | None = None
         self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
         for request in requests:
             self._free.put(request)
 
-    def option(self, overrides: dict[str, Any], full: bool = False) -> Option | None:
+    def option(self, overrides: dict[str, Any]) -> Option | None:
         """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed."""
         if not overrides:
             return self.own
         plan = varied(self.plan, overrides)
-        if not full:
-            self.tried.append(command_text(overrides))
-            self._progress(len(self.tried))
+        self.tried.append(command_text(overrides))
+        self._progress(len(self.tried))
+        request = self._free.get()  # waits for one if all are busy
         try:
-            read = None if full else self._read_off(plan)
-            return _option(plan, overrides, read or self._forecast(plan), exact=read is None)
+            return _option(plan, overrides, request(plan, self._hardware, **self._job))
         except FsdptrainError as error:
             self.failed.append(f"{command_text(overrides)}: {error}")
             return None
-
-    def use_shallow_copies(self, shallow: Shallow | None, own: Forecast) -> None:
-        """Forecast from shallow copies if they give the figures of the full simulation of the recipe's plan."""
-        self._shallow = shallow
-        try:
-            read = self._read_off(self.plan)
-        except FsdptrainError:
-            read = None
-        if read is None or any(
-            abs(getattr(read, name) / getattr(own, name) - 1) > limit for name, limit in MAX_DRIFT.items()
-        ):
-            self._shallow = None
-
-    def _read_off(self, plan: Plan) -> Forecast | None:
-        """Return the forecast of a plan from shallow copies of its model; None if there are none."""
-        depths = self._shallow.depths(plan) if self._shallow else None
-        if self._shallow is None or depths is None:
-            return None
-        few, more = (self._forecast(self._shallow.cut(plan, depth)) for depth in depths)
-        return extrapolate(few, more, *depths, self._shallow.layers)
-
-    def _forecast(self, plan: Plan) -> Forecast:
-        """Forecast a plan with a free forecaster; wait for one if all are busy."""
-        request = self._free.get()
-        try:
-            return request(plan, self._hardware, **self._job)
         finally:
             self._free.put(request)
 
 
-def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bool) -> Option:
+def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast) -> Option:
     fsdp = plan.recipe.fsdp
     return Option(
         overrides, fsdp.strategy, plan.shard_size, plan.recipe.train.micro_batch_size, plan.accumulation,
         fsdp.activation_checkpointing, fsdp.cpu_offload, forecast.fits, forecast.tight, forecast.peak_bytes,
         forecast.reserved_bytes, forecast.needed_bytes, forecast.memory_bytes, forecast.host_bytes, forecast.step_s,
-        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, exact, own=not overrides,
+        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, own=not overrides,
     )  # fmt: skip
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+
+def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
+
+    First single changes: gradients reduced in every micro-batch, all weights sharded, recomputation, a smaller
+    micro-batch, more sharding. Then the last three together, then more ranks in a row, what layers keep in host memory,
+    and all offload last.
+    """
+    recipe, world = plan.recipe, plan.topology.world_size
+    fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
+    now = StrategyCandidates(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
+    most = strategies_to_try(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
+    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
+    smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
+    kind = fsdp.activation_checkpointing
+    choices = [
+        (now, plan.shard_size, "full", micro),
+        (now, plan.shard_size, kind, smaller),
+        (most, world, kind, micro),
+        (now, plan.shard_size, "full", smaller),
+        (most, world, "full", smaller),
+        (most, world, "full", 1),
+        (offloaded, world, "full", 1),
+    ]
+    holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
+    if holds_more and plan.accumulation > 1:
+        yield {"fsdp.accumulation": "reduce"}
+    seen: list[dict[str, Any]] = [{}]
+    for tried, ranks, recomputation, micro in choices:
+        overrides = overrides_of(plan, tried, ranks, recomputation, micro)
+        if tried is offloaded:
+            yield from (seen[-1] | change for change in changes_for_long_rows(plan))
+        if overrides not in seen:
+            seen.append(overrides)
+            yield overrides
+
+
+def other_kinds(plan: Plan) -> list[dict[str, Any]]:
+    """Return overrides for other kinds of training that need less memory: the smallest change first."""
+    recipe, found = plan.recipe, list[dict[str, Any]]()
+    smaller = recipe.optim.name.leaner
+    if recipe.adapter.kind is None and smaller is not None:
+        found.append({"optim.name": smaller})
+    if recipe.adapter.kind is None and recipe.model.dtype != "bfloat16":
+        found.append({"model.dtype": "bfloat16"})
+    if not plan.freezes and plan.pretrained:
+        # A recipe that sets the dtype of its export exports a whole model.
+        beside: dict[str, Any] = {}
+        if recipe.export.dtype != Recipe().export.dtype:
+            beside["export.adapter"] = "merged"
+        if recipe.train.float8:
+            beside["train.float8"] = None
+        found += [{"adapter.kind": kind} | beside for kind in ("lora", "qlora")]
+    elif recipe.adapter.kind == "lora" and not recipe.adapter.use_dora:
+        found.append({"adapter.kind": "qlora"})
+    return found
+
+
+def other_kinds_note(plan: Plan) -> str:
+    """Return a note that names these overrides; "" if there are none."""
+    commands = [command_text(overrides) for overrides in other_kinds(plan)]
+    if not commands:
+        return ""
+    return f"these also need less memory, but change which weights are trained, or the precision: {listed(commands)}"
+
+
+def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **job: Any) -> list[str]:
+    """Return the forecast of a plan that ran out of memory, and the first overrides with which it fits.
+
+    `start` is the run's `start` event, which names the card; without it, or if the card is unknown, nothing is
+    forecast. Where nothing is forecast, the overrides are those that save the most for the least time.
+    """
+    plan = plan.of_attempt(start)
+    changes = [*changes_that_save_memory(plan)]
+    hardware = hardware_of(start) if start else None
+    if hardware is None:
+        return ["no forecast: the card is not known", *_untried(changes)]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        own = request(plan, hardware, **job)
+    except FsdptrainError as error:
+        return [f"no forecast: {error}", *_untried(changes)]
+    lines = [f"forecast: {size(own.needed_bytes)} of {size(own.memory_bytes)}, the peak in the {own.moment}"]
+    if own.fits and not own.tight:
+        lines[0] += "; that fits, so look for another process on this GPU (nvidia-smi)"
+    fitting: list[tuple[dict[str, Any], Forecast]] = []
+    for overrides in changes:
+        if len(fitting) == SHOWN or time.monotonic() > deadline:
+            break
+        with contextlib.suppress(FsdptrainError):  # a change that cannot be forecast is passed over
+            forecast = request(varied(plan, overrides), hardware, **job)
+            if forecast.fits:
+                fitting.append((overrides, forecast))
+    if fitting:
+        lines.append("these overrides need less:" if own.fits else "with these overrides it would fit:")
+        for overrides, forecast in fitting:
+            need = f"{size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step"
+            lines.append(f"  {command_text(overrides)}  ({need})")
+    else:
+        lines.append(NOTHING_FITS)
+    # Other kinds of training only where all that fits is offloaded, which is slow.
+    offloads = [overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting]
+    if all(offloads) and (note := other_kinds_note(plan)):
+        lines.append(note)
+    return lines
+
+
+def _untried(changes: list[dict[str, Any]]) -> list[str]:
+    if not changes:
+        return ["no override of strategy, micro-batch, recomputation or offload would save memory"]
+    return ["overrides that need less memory:", *(f"  {command_text(overrides)}" for overrides in changes[:SHOWN])]
+
+
+def override_words(overrides: Mapping[str, Any]) -> list[str]:
+    """Return the overrides as words of the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
+    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()]
+
+
+def command_text(overrides: Mapping[str, Any]) -> str:
+    """Return those words as one line, quoted for a shell."""
+    return shlex.join(override_words(overrides))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from fsdptrain.config.optimizers import HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
-from fsdptrain.forecast import memory as ledger
+from fsdptrain.forecast import trace as ledger
 from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
@@ -26,7 +25,7 @@ from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
-from fsdptrain.model.attention import choose_attention, flash_fits, flash_recommendation
+from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
 from fsdptrain.model.parameters import model_flops, weights_of
 from fsdptrain.model.skeleton import skeleton
@@ -39,7 +38,7 @@ from fsdptrain.text import seconds
 
 
 def estimate(
-    plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None,
+    plan: Plan, config: PreTrainedConfig, hardware: Hardware, pretend: bool, drawing: Path | None = None,
     document: float | None = None,
 ) -> Forecast:  # fmt: skip
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would.
@@ -47,7 +46,9 @@ def estimate(
     `document` are the tokens of the document that a token belongs to, on average, if the data is known.
     """
     notes = []
-    plan = models.with_kernel(plan, hardware)
+    bare = None
+    if plan.recipe.model.attn_implementation in ("auto", "sdpa"):
+        plan, bare = choose_attention(plan, config, hardware.prefers_cudnn, hardware.has_flash)
     # A kernel that cannot run on fake tensors is simulated as sdpa without a mask, on a card that computes at its rate.
     kernel, masked = plan.recipe.model.attn_implementation, plan.recipe.documents_share_sequences
     flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
@@ -56,7 +57,7 @@ def estimate(
     card = hardware
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
-    model = models.skeleton(plan)
+    model = counted_model(plan, config) if bare is None or plan.freezes else bare
     weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:
@@ -69,11 +70,12 @@ def estimate(
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, models.config, pretend, hardware, masked)
+    trace = simulate(plan, config, pretend, hardware, masked)
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
+    sent = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
@@ -85,7 +87,7 @@ def estimate(
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
-        collectives=collectives_of(plan, trace),
+        collectives=[dataclasses.asdict(each) | {"wire": each.wire, "network": each.network} for each in sent],
         **time,
         attention=" and ".join(attention),
         model_flops=useful_flops,
@@ -93,6 +95,12 @@ def estimate(
         method="pretended accelerator" if pretend else "fake CPU",
         notes=notes,
     )
+
+
+def counted_model(plan: Plan, config: PreTrainedConfig) -> Any:
+    """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
+    compute = plan.recipe.fsdp.mixed_precision.param_dtype
+    return freeze(skeleton(config, plan.recipe.model, compute), plan.recipe)
 
 
 def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: float | None) -> dict[str, Hardware]:
@@ -152,12 +160,6 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def collectives_of(plan: Plan, trace: Trace) -> list[dict[str, Any]]:
-    """Return the collectives of a step as they were called."""
-    found = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
-    return [dataclasses.asdict(t) | {"wire": t.wire, "network": t.network} for t in found]
-
-
 def time_of(
     plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float, attention: Iterable[str] = ()
 ) -> dict[str, Any]:
@@ -211,68 +213,18 @@ def beyond_runs(plan: Plan, trace: Trace, attention: Iterable[str]) -> str:
     )
 
 
-class Models:
-    """Configuration and skeletons of one architecture, each built once: a search forecasts many plans of one model."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
-        self._kernels: dict[tuple[Any, ...], str] = {}  # what `choose_attention` reads of plan and card → kernel
-        self._bare: Any = None
-        self._counted: dict[str, Any] = {}  # by compute dtype: what transformers keeps in float32 depends on it
-
-    def with_kernel(self, plan: Plan, hardware: Hardware) -> Plan:
-        """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
-        if plan.recipe.model.attn_implementation not in ("auto", "sdpa"):
-            return plan
-        recipe, cudnn, flash = plan.recipe, hardware.prefers_cudnn, hardware.has_flash
-        key = (
-            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, flash, recipe.documents_share_sequences,
-            recipe.train.deterministic,
-        )  # fmt: skip
-        if key not in self._kernels:
-            chosen, self._bare = choose_attention(plan, self.config, cudnn, flash)
-            self._kernels[key] = chosen.recipe.model.attn_implementation
-        return varied(plan, {"model.attn_implementation": self._kernels[key]})
-
-    def skeleton(self, plan: Plan) -> Any:
-        """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
-        if not plan.freezes and self._bare is not None:
-            return self._bare
-        compute = plan.recipe.fsdp.mixed_precision.param_dtype
-        if compute not in self._counted:
-            self._counted[compute] = freeze(skeleton(self.config, plan.recipe.model, compute), plan.recipe)
-        return self._counted[compute]
-
-
-def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Models:
-    """Return the models of a job from `known`, where those of the last job are kept; raises RecipeError."""
-    recipe, folder, vocab_size = plan.recipe, job.get("config_dir"), job.get("vocab_size")
-    described = [dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.adapter)]
-    key = json.dumps([folder, vocab_size, plan.trust_remote_code, recipe.data.seq_len, described])
-    if key not in known:
-        known.clear()
-        if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone
-            config = AutoConfig.from_pretrained(folder)
-        else:
-            config = load_config(plan, vocab_size)
-        known[key] = Models(config)
-    return known[key]
-
-
-def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
-    """Return the forecast of a job as a dict; `{"error": record}` for an error of the recipe."""
-    plan, hardware = Plan.from_json(job["plan"]), Hardware(**job["hardware"])
-    try:
-        drawing = Path(job["plot"]) if job.get("plot") else None
-        models = models_of(job, plan, known)
-        return dataclasses.asdict(estimate(plan, models, hardware, job["pretend"], drawing, job.get("document")))
-    except FsdptrainError as error:
-        return {"error": to_record(error)}
-
-
 def main() -> None:
-    """Write one forecast for each job to the parent."""
-    known: dict[str, Models] = {}
+    """Answer each job of the parent with its forecast as a dict, or `{"error": record}` for an error of the recipe."""
     send = answer_parent()
     for job in records_of_parent():
-        send(answer(job, known))
+        plan, hardware, folder = Plan.from_json(job["plan"]), Hardware(**job["hardware"]), job.get("config_dir")
+        drawing = Path(job["plot"]) if job.get("plot") else None
+        try:
+            if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone
+                config = AutoConfig.from_pretrained(folder)
+            else:
+                config = load_config(plan, job.get("vocab_size"))
+            forecast = estimate(plan, config, hardware, job["pretend"], drawing, job.get("document"))
+            send(dataclasses.asdict(forecast))
+        except FsdptrainError as error:
+            send({"error": to_record(error)})

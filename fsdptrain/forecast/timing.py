@@ -11,8 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdptrain.config.schema import Recomputation
-from fsdptrain.forecast.memory import network_share, ring_bytes
-from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.forecast.trace import (
+    HOST_STREAM,
+    Collective,
+    Event,
+    Kernel,
+    Moment,
+    RecordEvent,
+    Synchronize,
+    WaitEvent,
+    network_share,
+    ring_bytes,
+)
 from fsdptrain.plan.hardware import Hardware
 
 LATENCY_S = 20e-6  # of every collective

@@ -328,14 +328,6 @@ def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def with_layers(config: PreTrainedConfig, layers: int) -> Any:
-    """Return the configuration of the same architecture with another number of layers in its language model."""
-    overrides: dict[str, Any] = {}
-    text = config.get_text_config()
-    _text_overrides(overrides, config)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
-    return type(config).from_dict(apply_overrides(config, overrides))
-
-
 def _text_overrides(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
     """Return the overrides of the language model: all, or those of its configuration inside `known`."""
     inner = known.get_text_config()

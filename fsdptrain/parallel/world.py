@@ -177,14 +177,6 @@ class World:
         counts = torch.cuda.memory_stats_as_nested_dict(self.device)
         return counts["reserved_bytes"]["all"]["current"], counts["num_alloc_retries"]
 
-    def random_state(self) -> list[list[int]]:
-        """Return the state of the generators of this rank's host and device."""
-        states = [
-            torch.get_rng_state(),
-            *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []),
-        ]
-        return [state.tolist() for state in states]
-
     def device_memory(self) -> int:
         """Return the bytes of the device's memory, or of this machine's on CPU."""
         if self.device.type == "cuda":

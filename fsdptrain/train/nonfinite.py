@@ -1,14 +1,12 @@
-"""Find what made a step not finite: repeat its micro-batches, watching the units, the operators and the gradients."""
+"""Find what made a step not finite: repeat its micro-batches, watching the units and the gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,6 @@ from fsdptrain.model.units import base_name, nonfinite_names, nonfinite_note
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine
-
-TORCH = Path(torch.__file__).parent
-FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
 @dataclass(frozen=True)
@@ -39,21 +34,15 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
 
     After the reduction the gradient is non-finite on every rank, whichever rank caused it. So every rank checks its own
     loss of each micro-batch, and its own gradients before they are reduced. It names where each began: the unit whose
-    output is the first that is not finite, or the operator of backward. (torch's own anomaly detection raises there,
-    which would leave the other ranks waiting; here it only records where in the code an operator was called.)
-    The list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
+    output is the first that is not finite, or the parameter. The list is empty if the failure is not reproducible: then
+    suspect the hardware, not the data. Nothing is updated.
     """
     mine: list[tuple[int, str]] = []
-    with (
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-        _watched_outputs(engine.model) as bad_units,
-        _watched_reductions(engine.model) as bad_names,
-    ):
+    with _watched_outputs(engine.model) as bad_units, _watched_reductions(engine.model) as bad_names:
         engine.seed(step)
         begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
         for number, batch in enumerate(batches):
             loss = engine.loss(batch, divisor or 1)
-            bad_operators = watch_operators(loss)
             loss.backward()
             engine.drop_gradients()
             engine.on_progress()
@@ -61,8 +50,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
                 unit = f", first in the output of {bad_units[0]}" if bad_units else ""
                 mine.append((number, f"the loss is {loss.item():g}{unit}"))
             elif bad_names:  # in the order of backward: the first one is the cause of the others
-                operator = f", first from {bad_operators[0]}" if bad_operators else ""
-                mine.append((number, f"the gradient of {bad_names[0]}{operator}"))
+                mine.append((number, f"the gradient of {bad_names[0]}"))
             bad_units.clear()
             bad_names.clear()
     found = engine.world.gather_objects(mine)
@@ -96,34 +84,6 @@ def _watched_outputs(model: nn.Module) -> Iterator[list[str]]:
     yield bad_units
     for hook in hooks:
         hook.remove()
-
-
-def watch_operators(loss: torch.Tensor) -> list[str]:
-    """Return a list that the backward of `loss` fills with its operators that make non-finite gradients of finite ones.
-
-    An operator is named as autograd names it, with the line that called it if anomaly detection was on in forward.
-    """
-    found: list[str] = []
-
-    def check(name: str, metadata: dict[str, Any], results: Any, gradients: Any) -> None:
-        if not found and _finite(gradients) and not _finite(results):
-            found.append(name + _call_of(metadata.get("traceback_", [])))
-
-    nodes: list[Any] = [loss.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen and node.next_functions:
-            seen.add(node)
-            node.register_hook(functools.partial(check, node.name(), node.metadata))
-            nodes.extend(earlier for earlier, _ in node.next_functions)
-    return found
-
-
-def _call_of(frames: list[str]) -> str:
-    """Return the innermost of the formatted stack frames that is not in torch, as its code, file and line."""
-    calls = [call for frame in frames if (call := FRAME.search(frame)) and not Path(call["file"]).is_relative_to(TORCH)]
-    return f" of `{calls[-1]['code']}` ({Path(calls[-1]['file']).name}:{calls[-1]['line']})" if calls else ""
 
 
 def _finite(values: Sequence[Any]) -> bool:

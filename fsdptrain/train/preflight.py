@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +26,13 @@ from fsdptrain.model.adapters import (
     unquantised_note,
 )
 from fsdptrain.model.attention import choose_attention, mask_note
-from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold, with_layers
+from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import expert_count, model_flops, weights_of
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
-from fsdptrain.model.skeleton import TOO_LARGE, skeleton
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import (
     Unit,
     base_name,
@@ -46,11 +45,8 @@ from fsdptrain.model.units import (
 )
 from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
-from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
-from fsdptrain.processes import memory_limited_to
 from fsdptrain.run_folder.events import Progress
-from fsdptrain.text import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -129,9 +125,6 @@ def prepare_model(
     for all problems.
     """
     config = load_config(plan, vocab_size)
-    available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
-    with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
-        check_size(plan, config, available)
     # The model as its files describe it; where they differ from the configuration, that is changed.
     plan, bare = choose_attention(plan, config, prefers_cudnn)
     files = files or []
@@ -179,45 +172,6 @@ def prepare_model(
     if problems:
         raise RecipeError(problems)
     return PreparedModel(plan, config, bare, trained, units, carried, notes)
-
-
-SKELETONS = 3  # at the same time: the model as its files describe it, with adapters, and in a probe
-MODULE_BYTES = 5000  # of a module without buffers, with its parameters on the meta device
-SAMPLES = (1, 2, 4)  # layers, which may differ in kind
-
-
-def check_size(plan: Plan, config: PreTrainedConfig, available: int) -> None:
-    """Raise RecipeError if the skeleton of a configuration will need more host memory than `available`, in bytes.
-
-    It is predicted from models with a few layers, because building all of them may take an hour.
-    """
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers < 1:
-        return
-    measured: list[tuple[int, int]] = []  # layers, bytes
-    for sample in SAMPLES if layers > SAMPLES[-1] else (layers,):
-        try:
-            measured.append((sample, skeleton_bytes(with_layers(config, sample), plan)))
-        except RecipeError as error:
-            if TOO_LARGE in str(error):
-                raise
-            return  # this architecture cannot be so shallow
-        except Exception:  # a configuration's own code may raise anything; building the whole model reports it
-            return
-        (few, least), (more, most) = measured[0], measured[-1]
-        needed = most + (layers - more) * (most - least) // max(1, more - few)
-        if needed > available:
-            raise RecipeError(
-                f"model.config: {TOO_LARGE}: {layers:,} layers need about {size(needed)}, and {size(available)} are "
-                "available to a rank: use fewer layers, experts or positions"
-            )
-
-
-def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
-    """Return about how much host memory the skeletons of a configuration need while a model is checked."""
-    made = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
-    buffers = sum(each.nbytes for each in made.buffers() if not each.is_meta)
-    return SKELETONS * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
 
 
 @contextlib.contextmanager

@@ -31,9 +31,8 @@ from fsdptrain.model.skeleton import seed_of
 from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
-from fsdptrain.train.loss_scale import LossScale
-from fsdptrain.train.optim import assert_dtypes, part_of
-from fsdptrain.train.stragglers import LayerClock
+from fsdptrain.train.optim import LossScale, assert_dtypes, part_of
+from fsdptrain.train.pace import LayerClock
 
 if TYPE_CHECKING:
     from fsdptrain.parallel.shard import ShardedModel
@@ -204,12 +203,6 @@ class Engine:
     def seed(self, step: int) -> None:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
-
-    def has_drawn(self, step: int) -> bool:
-        """Return whether a step that was just queued has drawn random numbers, as dropout does."""
-        drawn = self.world.random_state()
-        self.seed(step)
-        return drawn != self.world.random_state()
 
     def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.

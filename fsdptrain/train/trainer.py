@@ -28,9 +28,10 @@ from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
 from fsdptrain.train.nonfinite import find_sources, find_weights
+from fsdptrain.train.pace import NOTICED_S, Pace, StopPoll, count_within
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording
-from fsdptrain.train.reference import check_first_step, with_reference
+from fsdptrain.train.reference import with_reference
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -48,8 +49,6 @@ from fsdptrain.train.setup import (
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
-from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
-from fsdptrain.train.stragglers import Pace
 from fsdptrain.train.window_barrier import WindowBarrier
 
 GC_EVERY = 500  # steps
@@ -58,15 +57,11 @@ LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come.
-
-    `is_reference`: preferences were compared with the reference while the model still was that.
-    """
+    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come."""
 
     inputs: StepInputs
     lr: float
     queued: QueuedStep
-    is_reference: bool = False
 
 
 @dataclass
@@ -255,9 +250,7 @@ class Trainer:
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         stop = bool(self.session.stop.count)
         queued = self.engine.step(step, inputs.batches, inputs.divisor, lr, stop, data_s)
-        # Dropout would make another model of it.
-        is_reference = step == 0 and recipe.train.objective == "dpo" and not self.engine.has_drawn(step)
-        return MadeStep(inputs, lr, queued, is_reference)
+        return MadeStep(inputs, lr, queued)
 
     def read_steps(self, keep: int = 0) -> bool:
         """Wait for the queued steps, except the newest `keep`, and report them.
@@ -281,8 +274,6 @@ class Trainer:
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
         self.session.watchdog.reset(step_done=True)
-        if made.is_reference:
-            check_first_step(self.plan, stats, made.inputs.label_tokens / (2 * made.inputs.divisor))
         if not math.isfinite(stats.grad_norm):
             what = f"the gradient overflows float16 with a loss scale of {stats.loss_scale:g}, which is halved"
             self.reporter.event("skip", step=made.inputs.step + 1, what=f"step {made.inputs.step + 1}: {what}")

@@ -7,18 +7,18 @@ request; `docs/validate.md` documents the values that `--json` prints.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
 
 from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast.changes import override_words
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
     ADVICE_HEADER,
@@ -34,7 +34,7 @@ from fsdptrain.forecast.render import (
     traffic_rows,
     verdict,
 )
-from fsdptrain.forecast.search import search
+from fsdptrain.forecast.search import override_words, search
 from fsdptrain.model.attention import installed_flash
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
@@ -49,6 +49,7 @@ from fsdptrain.validation.request import Request
 MEMORY = "Peak memory (highest rank)"
 COMMUNICATION = "Communication per step"
 ADVICE = "Other plans for the same job"
+MOST_FORECASTERS, CORES_OF_FORECASTER = 4, 2  # of a search; there are two at least
 
 
 def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None = None) -> None:
@@ -69,9 +70,9 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
         findings.add_warning(note)
     if request.build:
         with findings.continue_on_error():
-            config = check_model(plan, vocab_size, steps, findings, request.hardware)
+            check_model(plan, vocab_size, steps, findings, request.hardware)
             if forecaster and not request.problems:
-                check_step(request, config, vocab_size, steps, findings, forecaster)
+                check_step(request, vocab_size, steps, findings, forecaster)
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -104,7 +105,6 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
 
 def check_step(
     request: Request,
-    config: PreTrainedConfig,
     vocab_size: int | None,
     steps: int | None,
     findings: Findings,
@@ -142,7 +142,7 @@ def check_step(
     for note in forecast.notes:
         findings.add_note(note)
     if request.advise:
-        advise(request, config, hardware, forecast, vocab_size, findings, forecaster)
+        advise(request, hardware, forecast, vocab_size, findings, forecaster)
 
 
 def check_least_nodes(
@@ -205,7 +205,6 @@ def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> It
 
 def advise(
     request: Request,
-    config: PreTrainedConfig,
     hardware: Hardware,
     own: Forecast,
     vocab_size: int | None,
@@ -215,21 +214,21 @@ def advise(
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
     model = findings.levels["model"]
     counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
-
-    with Forecaster() as second:  # two processes, so that two plans are forecast at a time
-        forecasters = [forecaster.forecast, second.forecast]
+    others = max(1, min(MOST_FORECASTERS, (os.cpu_count() or 1) // CORES_OF_FORECASTER) - 1)
+    with contextlib.ExitStack() as stack:  # as many plans are forecast at a time as there are processes
+        forecasters = [forecaster, *(stack.enter_context(Forecaster()) for _ in range(others))]
         advice = search(
-            request.plan, hardware, own, forecasters, counts, config.to_dict(),
+            request.plan, hardware, own, [each.forecast for each in forecasters], counts,
             lambda tried: findings.send_progress("comparing plans", tried, 0), vocab_size=vocab_size,
         )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_lines(advice))
     options = shown_options(advice.options)
     findings.add_item(ADVICE, "table", header=ADVICE_HEADER, rows=advice_rows(options), titles=ADVICE_TITLES)
-    others = [(number, option) for number, option in enumerate(options, 1) if not option.own]
-    if others:
+    commands = [(number, option) for number, option in enumerate(options, 1) if not option.own]
+    if commands:
         findings.add_lines(ADVICE, "append the overrides of a plan to the command:")
-    for number, option in others:
+    for number, option in commands:
         findings.add_lines(ADVICE, f"plan {number}:")
         findings.add_item(ADVICE, "command", words=override_words(option.overrides))
 

@@ -33,7 +33,7 @@ from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import RecipeLoader
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.forecast.changes import micro_batches
+from fsdptrain.forecast.search import micro_batches
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED, untested_versions

@@ -1,4 +1,4 @@
-"""Advice: which plans are tried, ruled out and shown; shallow copies of a model predict what the whole model needs."""
+"""Advice: which plans are tried, ruled out and shown, and what is named where memory ran out."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.reader import load
-from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.forecast import changes, render
-from fsdptrain.forecast import search as advise
-from fsdptrain.forecast.changes import (
+from fsdptrain.errors import FsdptrainError
+from fsdptrain.forecast import render
+from fsdptrain.forecast.forecaster import Forecast
+from fsdptrain.forecast.render import does_not_fit_error
+from fsdptrain.forecast.search import (
+    RECOMPUTATION,
+    Advice,
     changes_that_save_memory,
     command_text,
     micro_batches,
     other_kinds,
     override_words,
+    overrides_of,
+    ranked,
     relief_lines,
+    search,
+    strategies_to_try,
 )
-from fsdptrain.forecast.depth_extrapolation import Shallow, extrapolate
-from fsdptrain.forecast.forecaster import Forecast, Forecaster
-from fsdptrain.forecast.render import does_not_fit_error
-from fsdptrain.forecast.search import RECOMPUTATION, Advice, ranked, search
 from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
 
 H100 = KNOWN["h100-80gb"]
 MEMORY = 1000
-LLAMA = {"num_hidden_layers": 16, "layer_types": ["full_attention"] * 16}
 
 
 def plan_of(tmp_path: Path, *overrides: str, nodes: int = 1, ranks: int = 4) -> Plan:
@@ -51,7 +53,6 @@ class FakeForecaster:
     comfort: float = 1.0  # a plan that needs a larger share of the memory fits only just
     fails: tuple[str, ...] = ()  # strategies that cannot be simulated
     idle: float = 5.0  # seconds of a step that are not compute
-    nonlinear: bool = False  # True: memory and time do not grow linearly with the layers
     asked: list[Plan] = dataclasses.field(default_factory=list)
 
     def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
@@ -61,14 +62,11 @@ class FakeForecaster:
             raise FsdptrainError("the step could not be simulated: no reason")
         kind = fsdp.recomputation
         rung = RECOMPUTATION.index(kind.kind) + kind.offload
-        layers = plan.recipe.model.config.get("num_hidden_layers", 16)
-        share = layers / 16 if not self.nonlinear else (layers / 16) ** 2
         state = self.state * (0.5 if plan.recipe.model.dtype == "bfloat16" else 1) * (0.1 if fsdp.cpu_offload else 1)
-        need = int((state / plan.shard_size + self.activations * micro / 2**rung) * share)
-        step = (10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10) * share
-        peaks = {"forward of embedding": 1, **{f"forward of model.layers.{i}": need for i in range(layers)}}
+        need = int(state / plan.shard_size + self.activations * micro / 2**rung)
+        step = 10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10
         return Forecast(
-            fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks=peaks,
+            fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks={},
             memory_bytes=self.memory, peak_bytes=need, reserved_bytes=need, overhead_bytes=0, host_bytes=0,
             moment="loss", breakdown={}, collectives=[], flops=1, model_flops=1, step_s=step,
             step_s_range=[step] * 2, compute_s=step - self.idle, communication_s=0, exposed_s=0,
@@ -94,7 +92,7 @@ def tried(ask: FakeForecaster) -> Counter[tuple[str, int, str, int]]:
 )
 def test_micro_batches_divide_the_share_of_a_rank(batch: int, own: int, sizes: list[int], tmp_path: Path) -> None:
     plan = plan_of(tmp_path, f"train.global_batch_size={batch}", f"train.micro_batch_size={own}")
-    assert advise.micro_batches(plan) == sizes
+    assert micro_batches(plan) == sizes
 
 
 def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
@@ -210,13 +208,6 @@ def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:
     assert {asked.recipe.fsdp.accumulation for asked in ask.asked} == {"hold"}
 
 
-def test_on_one_gpu_shallow_copies_would_run_with_another_strategy(tmp_path: Path) -> None:
-    shallow = Shallow.of(LLAMA)
-    assert shallow is not None and shallow.depths(plan_of(tmp_path)) == (4, 8)
-    assert shallow.depths(plan_of(tmp_path, ranks=1)) is None
-    assert shallow.depths(plan_of(tmp_path, "fsdp.cpu_offload=true", ranks=1)) == (4, 8)
-
-
 def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
     assert found.best is None
@@ -259,8 +250,8 @@ def test_what_is_offered_depends_on_what_is_trained(tmp_path: Path) -> None:
 
 def test_micro_batches_in_float8_have_a_multiple_of_16_tokens(tmp_path: Path) -> None:
     words = ("data.seq_len=24", "train.micro_batch_size=2", "train.global_batch_size=16")
-    assert changes.micro_batches(plan_of(tmp_path, *words)) == [1, 2, 4]
-    assert changes.micro_batches(plan_of(tmp_path, *words, *FLOAT8)) == [2, 4]
+    assert micro_batches(plan_of(tmp_path, *words)) == [1, 2, 4]
+    assert micro_batches(plan_of(tmp_path, *words, *FLOAT8)) == [2, 4]
 
 
 def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
@@ -315,10 +306,10 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
     micros = micro_batches(plan)
     assert micros == [1, 2, 4]
-    for strategy in [*changes.strategies_to_try(plan, False), *changes.strategies_to_try(plan, True)]:
+    for strategy in [*strategies_to_try(plan, False), *strategies_to_try(plan, True)]:
         for ranks in strategy.sizes:
             for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
-                overrides = changes.overrides_of(plan, strategy, ranks, recomputation, micro)
+                overrides = overrides_of(plan, strategy, ranks, recomputation, micro)
                 pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
                 assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
 
@@ -339,56 +330,6 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
         assert draft_plan(pasted, topology, elsewhere=True)[1] == []
 
 
-def test_shallow_copies_need_identical_layers(tmp_path: Path) -> None:
-    shallow = Shallow.of({"num_hidden_layers": 16, "layer_types": ["full"] * 16, "pad": [1, 2]})
-    assert shallow and shallow.lists.keys() == {"layer_types"}
-    plan = plan_of(tmp_path)
-    assert shallow.depths(plan) == (4, 8)
-    assert shallow.cut(plan, 4).recipe.model.config["layer_types"] == ["full"] * 4
-    assert plan.recipe.model.config["num_hidden_layers"] == 16  # the recipe is not touched
-    assert dataclasses.replace(shallow, layers=80).depths(plan) == (4, 16)
-    assert shallow.depths(plan_of(tmp_path, "fsdp.forward_prefetch=2")) == (8, 12)
-    assert shallow.depths(plan_of(tmp_path, "fsdp.forward_prefetch=4")) is None
-    for other in (
-        {"layer_types": ["full", "sliding"] * 8}, {"first_k_dense_replace": 1}, {"mlp_only_layers": [3]},
-        {"num_hidden_layers": 11}, {"num_hidden_layers": None},
-    ):  # fmt: skip
-        assert Shallow.of({"num_hidden_layers": 16, **other}) is None
-    assert Shallow.of({"n_layer": 12}) == Shallow("n_layer", 12, {})
-
-
-def test_a_search_over_shallow_copies_simulates_the_fastest_in_full(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    ask = FakeForecaster(activations=300)
-    found = advice(plan, ask, config=LLAMA)
-    depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
-    assert depths[4] == depths[8] > depths[16] > 0
-    assert all(option.exact for option in found.options[:2]) and not all(option.exact for option in found.options)
-    rest = next(option for option in found.options if not option.exact)
-    assert "approximate" in render.advice_rows([rest])[0][-1]
-    whole = advice(plan, FakeForecaster(activations=300))
-    assert [o.overrides for o in whole.options] == [o.overrides for o in found.options]
-    assert [o.step_s for o in whole.options] == pytest.approx([o.step_s for o in found.options])
-    ask = FakeForecaster(activations=300, nonlinear=True)
-    found = advice(plan, ask, config=LLAMA)
-    depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
-    assert depths[4] == depths[8] == 1 and all(option.exact for option in found.options)
-    ask = FakeForecaster()
-    advice(plan, ask, config=LLAMA, config_dir="somewhere")
-    assert {p.recipe.model.config["num_hidden_layers"] for p in ask.asked} == {16}
-
-
-def test_a_model_that_cannot_be_shallow_is_simulated_in_full(tmp_path: Path) -> None:
-    class Refuses(FakeForecaster):
-        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-            if plan.recipe.model.config["num_hidden_layers"] != 16:
-                raise RecipeError("model.config: no")
-            return super().__call__(plan, hardware, **job)
-
-    found = advice(plan_of(tmp_path), Refuses(), config=LLAMA)
-    assert found.best and not found.failed and all(option.exact for option in found.options)
-
-
 def test_on_a_cpu_one_forecaster_is_used(tmp_path: Path) -> None:
     ask, idle = FakeForecaster(activations=1), FakeForecaster()
     plan = plan_of(tmp_path)
@@ -396,33 +337,6 @@ def test_on_a_cpu_one_forecaster_is_used(tmp_path: Path) -> None:
     progress: list[int] = []
     found = search(plan, CPU, own, [ask, idle], Counts(1, 1), progress=progress.append)
     assert not idle.asked and progress == [*range(1, found.tried + 1)]
-
-
-LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are coarse beside small ones
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "num_hidden_layers": 12, "max_position_embeddings": 2048,
-}  # fmt: skip
-
-
-@pytest.mark.soak
-def test_shallow_copies_predict_what_the_model_needs(tmp_path: Path) -> None:
-    large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
-    base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")
-    shallow = Shallow("num_hidden_layers", 12, {})
-    with Forecaster() as forecaster:
-        for words in (
-            ("fsdp.activation_checkpointing=selective", "train.global_batch_size=4"),
-            ("fsdp.strategy=NO_SHARD", "fsdp.activation_checkpointing=full"),
-        ):
-            plan = plan_of(tmp_path, *base, *words)
-            few, more, whole = (forecaster.forecast(shallow.cut(plan, n), H100, vocab_size=512) for n in (4, 8, 12))
-            read = extrapolate(few, more, 4, 8, 12)
-            assert read and not read.notes
-            assert (read.moment, read.fits, read.tight) == (whole.moment, whole.fits, whole.tight)
-            assert read.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
-            assert read.reserved_bytes == pytest.approx(whole.reserved_bytes, rel=2e-2)
-            for name in ("step_s", "compute_s", "tokens_per_s", "mfu", "flops", "model_flops"):
-                assert getattr(read, name) == pytest.approx(getattr(whole, name), rel=1e-2), name
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------

@@ -24,10 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain import processes
 from fsdptrain.config.schema import Recipe, Recomputation
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.forecast import measured
-from fsdptrain.forecast.changes import hardware_of
-from fsdptrain.forecast.forecaster import Forecast, Forecaster
-from fsdptrain.forecast.measured import ForecastComparison
+from fsdptrain.forecast.forecaster import Forecast, Forecaster, compare_with_measured, hardware_of
 from fsdptrain.forecast.server import time_of
 from fsdptrain.forecast.timing import COMPILED, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
@@ -36,7 +33,6 @@ from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import topology_of
-from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
@@ -600,28 +596,23 @@ def test_a_card_without_float8_rejects_a_recipe_in_float8(tmp_path: Path, foreca
 
 
 @pytest.mark.usefixtures("forked_children")
-def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_gpus_is_compared_with_its_forecast(tmp_path: Path) -> None:
     """The events are those that a worker on a GPU writes; the forecast is real."""
-    monkeypatch.setattr(measured, "NICENESS", 0)
-    plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
-    rundir.root.mkdir()
-    load_config(plan, 512).save_pretrained(rundir.model)
+    plan = gpu_plan(tmp_path)
+    plan.rundir.root.mkdir(parents=True)
+    load_config(plan, 512).save_pretrained(plan.rundir.model)
     device = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory, "baseline_memory_bytes": 7}
-    finished, early = ForecastComparison(plan, rundir), ForecastComparison(plan, rundir)
-    with rundir.metrics.open("w") as metrics:
-        steps = [sample("step", step=n, step_s=n / 10, peak_memory_bytes=10**9 + 7) for n in range(1, 12)]
-        for event in ({"event": "start", **sample("start", **device)}, *({"event": "step", **step} for step in steps)):
-            metrics.write(json.dumps({"at": 1.0, **event}) + "\n")
+    start = {"event": "start", **sample("start", **device)}
+    steps = [sample("step", step=n, step_s=n / 10, peak_memory_bytes=10**9 + 7) for n in range(1, 12)]
+    records = [{"at": 1.0, **start}, *({"at": 1.0, "event": "step", **step} for step in steps)]
     screen = Screen(Console(file=io.StringIO()))
-    early.report(screen)  # a run that ends before its forecast is ready does not wait for it
-    early.close()
-    assert not rundir.forecast.exists() and not screen.console.file.getvalue()  # type: ignore[attr-defined]
-    finished._thread.join()
-    finished.report(screen)
-    finished.close()
-    found = json.loads(rundir.forecast.read_text())
+    compare_with_measured(plan, records[:-1], screen)  # too few steps
+    assert not plan.rundir.forecast.exists() and not screen.console.file.getvalue()  # type: ignore[attr-defined]
+    unknown = {**records[0], "device": "NVIDIA T1000"}
+    compare_with_measured(plan, [unknown, *records[1:]], screen)
+    assert "no hardware figures for NVIDIA T1000" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+    compare_with_measured(plan, records, screen)
+    found = json.loads(plan.rundir.forecast.read_text())
     assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == pytest.approx(0.75)
     assert found["compared"]["peak_bytes"]["measured"] == 10**9 and found["forecast"]["hardware"] == "h100-80gb"
     assert "forecast and measurement: memory" in screen.console.file.getvalue()  # type: ignore[attr-defined]

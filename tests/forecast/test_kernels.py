@@ -15,10 +15,11 @@ from torch.utils import flop_counter
 
 from fsdptrain.forecast.kernels import CUDA_ATTENTION, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.forecast.recorder import Recorder
-from fsdptrain.forecast.server import Models, estimate
+from fsdptrain.forecast.server import estimate
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import Kernel
 from fsdptrain.model import attention, varlen
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.model.tiles import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, varied
@@ -116,22 +117,21 @@ def _check_step_on_hopper(folder: Path) -> None:
     }
     plan = plan_of(folder, 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
     config = config_of(plan)
-    models = Models(config)
-    assert models.with_kernel(plan, A100).recipe.model.attn_implementation == varlen.NAME
-    plan = models.with_kernel(plan, H100)
+    plan_of_a100, plan = (choose_attention(plan, config, card.prefers_cudnn)[0] for card in (A100, H100))
+    assert plan_of_a100.recipe.model.attn_implementation == varlen.NAME
     trace = simulate(plan, config, pretend=True, card=H100)
     names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
-    assert estimate(plan, models, H100, True).attention == "cuDNN"
+    assert estimate(plan, config, H100, True).attention == "cuDNN"
     pairs = varied(plan, {"data.format": "preference", "train.objective": "dpo", "model.attn_implementation": "auto"})
     for kernel in ("auto", "flash_attention_2"):  # which need no mask for the answers of a pair
         named = varied(pairs, {"model.attn_implementation": kernel})
-        assert estimate(named, models, H100, True).attention == "FlashAttention 2"
-    _check_rates(plan, models)
+        assert estimate(named, config, H100, True).attention == "FlashAttention 2"
+    _check_rates(plan, config)
 
 
-def _check_rates(plan: Plan, models: Models) -> None:
+def _check_rates(plan: Plan, config: Any) -> None:
     """Each kernel that a recipe or an installed package chooses computes at its own rate."""
     packed = varied(plan, {"data.packing": "concat", "data.seq_len": 512})  # more arithmetic than memory
     found = {}
@@ -141,7 +141,7 @@ def _check_rates(plan: Plan, models: Models) -> None:
     }.items():  # fmt: skip
         named = kernel if kernel in ("flash_attention_2", "flex_attention") else "auto"
         of = varied(packed, {"model.attn_implementation": named, "train.micro_batch_size": 1})
-        found[kernel] = estimate(of, models, card, True, document=256.0)
+        found[kernel] = estimate(of, config, card, True, document=256.0)
     assert {name: each.attention for name, each in found.items()} == {
         "varlen": "FlashAttention 2", "FA3": "FlashAttention 3", "flash_attention_2": "FlashAttention 2",
         "flex_attention": "flex_attention",

@@ -12,20 +12,17 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast.memory import peak
+from fsdptrain.forecast import plot
 from fsdptrain.forecast.plot import (
     MAX_POINTS,
     STYLES,
-    Phase,
-    Point,
     check_plot_path,
     draw_timeline,
     memory_bar,
     phase_of,
-    thin,
     timeline,
 )
-from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace
+from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace, peak
 from fsdptrain.text import GIB
 
 CARD = "card"
@@ -58,15 +55,11 @@ def made_up(layers: int, tensors: int, device: str = CARD) -> Trace:
     return Trace([alloc("parameter shards", GIB), alloc("optimizer state", 2 * GIB)], [*events()])
 
 
-def number_of_points(phases: list[Phase]) -> int:
-    return sum(len(phase.points) for phase in phases)
-
-
 def test_the_timeline_is_the_step_in_phases() -> None:
     phases = timeline(made_up(layers=3, tensors=5), CARD)
     names = ["forward", "loss", "backward"]
     assert [phase.name for phase in phases] == [*names, *names, "optimizer"]
-    assert phases[0].points[0].allocated == 3 * GIB, "it starts with what was allocated before the step"
+    assert phases[0].levels[0].allocated == 3 * GIB, "it starts with what was allocated before the step"
     assert phases[0].first == 0 and phases[-1].last == pytest.approx(1)
     assert all(a.last == b.first for a, b in pairwise(phases))
     assert all(phase.last - phase.first > 0.04 for phase in phases), "every phase is wide enough to be seen"
@@ -75,34 +68,28 @@ def test_the_timeline_is_the_step_in_phases() -> None:
 @pytest.mark.parametrize(
     ("moment", "phase"),
     [
-        ("forward of embedding", "forward"), ("backward of model.layers.3", "backward"), ("loss", "loss"),
+        ("forward of embedding", "forward"), ("backward of model.layers.3", "backward"),
         ("backward of the loss", "loss"), ("before the step", "forward"), ("gradient norm", "gradient norm"),
-        ("optimizer", "optimizer"),
     ],
 )  # fmt: skip
 def test_moments_belong_to_phases(moment: str, phase: str) -> None:
     assert phase_of(moment) == phase
 
 
-def test_thinning_keeps_every_phases_peak_and_both_ends() -> None:
+def test_of_many_points_the_peak_of_every_phase_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     granularity = 512
     trace = made_up(layers=40, tensors=101)
+    drawn = timeline(trace, CARD, granularity)
+    monkeypatch.setattr(plot, "MAX_POINTS", 10**6)
     phases = timeline(trace, CARD, granularity)
-    drawn = [phase._replace(points=thin(phase.points, phase.last - phase.first)) for phase in phases]
-    assert number_of_points(phases) > 4 * MAX_POINTS and number_of_points(drawn) <= MAX_POINTS
+    assert sum(len(phase.levels) for phase in phases) > 8 * MAX_POINTS
+    assert sum(len(phase.levels) for phase in drawn) <= MAX_POINTS
     for whole, thinned in zip(phases, drawn, strict=True):
-        assert max(p.allocated for p in whole.points) == max(p.allocated for p in thinned.points)
-        assert (whole.points[0], whole.points[-1]) == (thinned.points[0], thinned.points[-1])
-        kept = iter(whole.points)
-        assert all(point in kept for point in thinned.points), "in the original order"
-    highest = max((p for phase in drawn for p in phase.points), key=lambda point: point.allocated)
-    assert highest.allocated == peak(trace, CARD, granularity).allocated
-    assert highest.moment == peak(trace, CARD, granularity).moment == "backward of the loss"
-
-
-def test_few_points_are_all_kept() -> None:
-    points = [Point("loss", (i,)) for i in range(3)]
-    assert thin(points, 0.001) == points
+        assert max(p.allocated for p in whole.levels) == max(p.allocated for p in thinned.levels)
+        kept = iter(whole.levels)
+        assert all(level in kept for level in thinned.levels), "in the original order"
+    highest = max((p for phase in drawn for p in phase.levels), key=lambda level: level.allocated)
+    assert (highest.allocated, highest.moment) == peak(trace, CARD, granularity)[:2]
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".PNG"])
@@ -122,9 +109,8 @@ def test_the_plot_has_its_labels(tmp_path: Path) -> None:
     for words in ("eight billion", "peak 7.00 GiB", "backward of the loss", "device memory 8.00 GiB"):
         assert words in everything
     assert [labels.count(phase) for phase in ("forward", "loss", "backward", "optimizer")] == [2, 2, 2, 1]
-    assert [name for name in STYLES if name in everything] == [
-        "parameter shards", "optimizer state", "saved activations", "logits and loss",
-    ], "a category below a thousandth of the peak is not in the legend"  # fmt: skip
+    drawn = ["parameter shards", "optimizer state", "saved activations", "logits and loss"]
+    assert [name for name in STYLES if name in everything] == drawn, "none below a thousandth of the peak"
 
 
 LONG_NAME = "a-recipe-whose-name-goes-on-and-on-" * 6

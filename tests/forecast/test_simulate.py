@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import load
-from fsdptrain.forecast import server
 from fsdptrain.forecast import simulation as simulate
 from fsdptrain.forecast.device import DeviceEvent, PretendStream, pretend_world
-from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
-from fsdptrain.forecast.trace import HOST, Alloc, Kernel
+from fsdptrain.forecast.trace import HOST, Alloc, Kernel, peak, traffic
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model.adapters import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
-from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.step import Engine
@@ -384,31 +379,6 @@ def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Pa
     )  # fmt: skip
     done = python("-c", OFFLOADED, input=plan.to_json())
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_plans_of_one_model_are_forecast_from_one_configuration_and_one_skeleton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: Counter[str] = Counter()
-
-    def count(name: str, build: Callable[..., Any]) -> None:
-        def counted(*args: Any) -> Any:
-            built[name] += 1
-            return build(*args)
-
-        monkeypatch.setattr(server, name, counted)
-
-    for name in ("load_config", "choose_attention", "skeleton"):
-        count(name, getattr(server, name))
-    known: dict[str, server.Models] = {}
-    job = {"hardware": dataclasses.asdict(KNOWN["h100-80gb"]), "pretend": False}
-    changes = ({"fsdp__strategy": "NO_SHARD"}, {"fsdp__strategy": "FULL_SHARD"})
-    plans = [plan_of(tmp_path, world=2, model__attn_implementation="auto", **change) for change in changes]
-    answers = [server.answer(job | {"plan": plan.to_json()}, known) for plan in plans]
-    assert built == {"load_config": 1, "choose_attention": 1}
-    assert answers[0]["model_flops"] == answers[1]["model_flops"] > 0
-    server.answer(job | {"plan": plan_of(tmp_path, world=2, data__seq_len=128).to_json()}, known)
-    assert built["load_config"] == 2, "a configuration is checked against seq_len"
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

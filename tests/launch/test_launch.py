@@ -45,8 +45,8 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.run_folder.events import cut_partial_lines
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.train.pace import MIN_COST, STEP_PER_FORWARD, WINDOW, LayerClock, Pace
 from fsdptrain.train.step import StepStats
-from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, LayerClock, Pace
 from fsdptrain.train.trainer import Totals, Trainer
 
 STACKS = """Timeout (0:00:05)!

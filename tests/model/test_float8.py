@@ -21,9 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.timing import kernel_s
-from fsdptrain.forecast.trace import HOST, Kernel
+from fsdptrain.forecast.trace import HOST, Kernel, peak
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN

@@ -28,8 +28,8 @@ from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import simulation as simulate
-from fsdptrain.forecast.memory import traffic
-from fsdptrain.forecast.server import Models
+from fsdptrain.forecast.server import counted_model
+from fsdptrain.forecast.trace import traffic
 from fsdptrain.model import nf4
 from fsdptrain.model.adapters import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.config import load_config
@@ -216,7 +216,7 @@ def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe:
     trained = set(layers_in_nf4(skeleton(config, model, "bfloat16"), plan.recipe))
     master = skeleton(config, model)
     assert len(set(layers_in_nf4(master, plan.recipe)) - trained) == config.num_hidden_layers
-    assert len(quantised_ids(Models(config).skeleton(plan), plan.recipe)) == len(trained)
+    assert len(quantised_ids(counted_model(plan, config), plan.recipe)) == len(trained)
     base = {name: torch.randn(param.shape) for name, param in master.named_parameters() if param.ndim == 2}
     (merged,) = Exported(master, plan, tmp_path)._dequantized(iter([dict(base)]))
     assert {name for name in base if not torch.equal(base[name], merged[name])} == {

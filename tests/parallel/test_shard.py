@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -303,9 +302,8 @@ def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: li
         assert rank["poisoned"]["again"] == []
         layer = "the loss is nan, first in the output of model.layers.1"
         assert rank["poisoned"]["unit"]["sources"] == [{**where, "what": layer}]
-        [operator] = rank["poisoned"]["operator"]["sources"]
-        named = r"the gradient of \S+, first from SqrtBackward0 of `.*\.sqrt\(\)` \(test_shard\.py:\d+\)"
-        assert re.fullmatch(named, operator.pop("what")) and operator == where
+        [layer] = rank["poisoned"]["in a layer"]["sources"]
+        assert layer.pop("what").startswith("the gradient of model.layers.1.") and layer == where
 
 
 def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:
@@ -473,7 +471,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
     whole, mlp = run.engine.loss, decoder_layers(run.engine.model)[1][1].mlp
     of_loss = {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}
-    of_layer = {"unit": lambda output: output * float("nan"), "operator": lambda output: output + zero_root(output)}
+    of_layer = {"unit": lambda output: output * float("nan"), "in a layer": lambda output: output + zero_root(output)}
     for name, spoil in {**of_loss, **of_layer}.items():
 
         def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:

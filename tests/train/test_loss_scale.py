@@ -16,8 +16,8 @@ from support import TINY, on_ranks, write_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.train import loss_scale
-from fsdptrain.train.loss_scale import LossScale
+from fsdptrain.train import optim
+from fsdptrain.train.optim import LossScale
 
 STEPS, BATCH, START, INTERVAL, AT = 12, 8, 2.0**23, 3, 7
 
@@ -27,7 +27,7 @@ def test_the_scale_is_that_of_gradscaler(overflows: list[bool], interval: int) -
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=interval)
-    with patch.object(loss_scale, "START", 2.0**40), patch.object(loss_scale, "INTERVAL", interval):
+    with patch.object(optim, "START", 2.0**40), patch.object(optim, "INTERVAL", interval):
         scale, never = LossScale(torch.device("cpu")), torch.zeros(())
         for overflow in overflows:
             scaler.scale(weight.sum()).backward()
@@ -114,7 +114,7 @@ def scaled(recipe: str, overrides: list[str], start: float, interval: int, at: i
     loss scale at the end are those of the resumed run (`resumed`), which reports the same steps again (`again`).
     """
     found: dict[str, Any] = {}
-    with patch.object(loss_scale, "START", start), patch.object(loss_scale, "INTERVAL", interval):
+    with patch.object(optim, "START", start), patch.object(optim, "INTERVAL", interval):
         for name in ("curve", "again"):
             run = build(recipe, overrides)
             events: list[Any] = []

@@ -16,8 +16,8 @@ import torch
 from ranks import build
 from support import events, on_ranks, write_recipe
 
-from fsdptrain.train import stops
-from fsdptrain.train.stops import MOST, StopPoll, count_within
+from fsdptrain.train import pace
+from fsdptrain.train.pace import MOST, StopPoll, count_within
 from fsdptrain.train.trainer import Trainer
 
 RANKS, CALLS = 2, 60
@@ -76,7 +76,7 @@ def made(device: str) -> Ranks:
 
 
 def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stops, "NOTICED_S", 0.02)
+    monkeypatch.setattr(pace, "NOTICED_S", 0.02)
     ranks = made("meta")
     first, second = ranks.exchanged
     assert first == second and first[:2] == [1, 2]
