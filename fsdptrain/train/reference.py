@@ -40,7 +40,11 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
         digests = [corpus.digest for corpus in corpora]
         sums = checkpointer.from_rank_zero("read the reference", partial(_read, folder, digests))
     else:
-        sums = {corpus.digest: _compute(session, engine, corpus) for corpus in corpora}
+        sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus in corpora}  # some held out, some trained
+        for corpus in corpora:
+            _compute(session, engine, corpus, sums[corpus.digest])
+        for each in sums.values():  # one rank has the number of a row, and the others 0
+            dist.all_reduce(torch.from_numpy(each), group=engine.world.side)
         if not all(np.isfinite(each).all() for each in sums.values()):
             raise NonFiniteError("the reference: the model at the start gives an answer no finite log-probability")
         checkpointer.from_rank_zero("keep the reference", partial(_write, folder, sums))
@@ -53,8 +57,8 @@ def _with_sums(corpus: Corpus | Mixture, sums: Sums) -> Corpus | Mixture:
     return dataclasses.replace(corpus, parts=parts) if isinstance(corpus, Mixture) else parts[0]
 
 
-def _compute(session: Session, engine: Engine, corpus: Corpus) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the log-probability of each row of a corpus; collective. Each rank computes a share of them."""
+def _compute(session: Session, engine: Engine, corpus: Corpus, sums: np.ndarray[Any, Any]) -> None:
+    """Write into `sums` those of this rank's share of a corpus; of ranks that share rows, the first does."""
     stops = StopPoll(engine.world, session.stop)
 
     def on_batch(done: int, total: int) -> None:
@@ -62,13 +66,9 @@ def _compute(session: Session, engine: Engine, corpus: Corpus) -> np.ndarray[Any
             raise Stopped("stopped while computing the reference; nothing was lost")
         session.reporter.progress("computing the reference", done, total)
 
-    sums = np.zeros(len(corpus.ends) - 1)
     rows, found = engine.answer_log_probs(corpus, range(len(corpus)), on_batch)
-    if engine.plan.part_of_row(engine.world.rank) == 0:  # of ranks that share rows, the first
+    if engine.plan.part_of_row(engine.world.rank) == 0:
         sums[rows] = found
-    # One rank has the number of a row, and the others 0.
-    dist.all_reduce(torch.from_numpy(sums), group=engine.world.side)
-    return sums
 
 
 def _read(folder: Path, digests: list[str]) -> Sums:
