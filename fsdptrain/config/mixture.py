@@ -17,7 +17,7 @@ from fsdptrain.config.schema import Data, DataSource, SourceKeys
 from fsdptrain.errors import Problem, RecipeError, shortened
 
 KEYS = [key_of(spec) for spec in dataclasses.fields(SourceKeys)]  # of `data` that a source may have for itself
-READING = [key for key in KEYS if key not in ("path", "revision", "drop_duplicates", "max_rows")]  # how a row is read
+READING = [key for key in KEYS if key not in ("path", "revision", "max_rows")]  # how a row is read
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ FOREIGN_NAMES = {
     "not supported: data.packing fills every sequence, instead of sorting rows by length": "group_by_length",
     "data.train_on: all or completion": "train_on_inputs completion_only_loss assistant_only_loss",
     "data.max_rows": "max_samples max_train_samples",
+    "not supported: remove equal rows from the files, before they are read": (
+        "drop_duplicates dataset_exact_deduplication"
+    ),
     "data.eval: {fraction: 0.01} or {path: …}": "val_set_size val_size eval_dataset",
     "data.sources: a list of {path: …, weight: …}": "interleave_probs",
     "always on: each epoch has its own order, drawn from seed": "shuffle",
@@ -135,6 +138,7 @@ FOREIGN_NAMES = {
     "name": "run_name",
     "log.every": "logging_steps",
     "log.trackers": "report_to wandb",
+    "log.trackers: [tensorboard], or [] for none": "tensorboard",
     "log.project": "wandb_project",
     "not a recipe key: an environment variable of the library": "wandb_* mlflow_*",
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",

@@ -20,10 +20,7 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
-ALTERNATIVES = {
-    "train.steps": "train.epochs", "train.epochs": "train.steps",
-    "log.trackers": "log.tensorboard", "log.tensorboard": "log.trackers",
-}  # fmt: skip
+ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
@@ -78,11 +75,9 @@ def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
     if most == 1 and launch.rdzv_endpoint is not None:
         yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
-    beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
+    beside = [name for name in dict.fromkeys(log.trackers) if name != "tensorboard"]  # which is always installed
     for name in beside:
         yield from _missing_library(name, name, "log.trackers")
-    if log.tensorboard is not None and "log.trackers" in where:
-        yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
     if log.project is not None and not beside:
         yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
     if log.profile and (problem := profile_problem(recipe, train.steps)):
@@ -227,8 +222,6 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("concat divides pairs: use bfd or none", "data.packing")
     if data.long_rows == "split":
         yield Problem("split divides pairs: use cut or drop", "data.long_rows")
-    if data.drop_duplicates:
-        yield Problem("compares single rows, and a pair has two: remove the key", "data.drop_duplicates")
 
 
 def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
@@ -257,7 +250,6 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
     needs_all = {
         "data.sources": bool(data.sources),
         "data.eval: {fraction}": "fraction" in (data.eval or {}),
-        "data.drop_duplicates": data.drop_duplicates,
         "data.max_rows": data.max_rows is not None,
         "train.objective: dpo": recipe.train.objective == "dpo",
         "model.tokenizer: {train}": isinstance(recipe.model.tokenizer, dict),

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import itertools
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from fsdptrain.config.mixture import describe_readings, reading, readings, sourc
 from fsdptrain.config.paths import DataPath, cache_root, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.corpus import Corpus, EncodedRows, Interleave, Mixture, Stream, digest_of
+from fsdptrain.data.corpus import Corpus, EncodedRows, Interleave, Mixture, Stream
 from fsdptrain.data.encode import OF_TURNS
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
@@ -113,18 +111,15 @@ def prepare(
     """
     seed, wanted = plan.recipe.seed, plan.recipe.data.eval or {}
 
-    def packed(data: Data, max_rows: int | None, **options: Any) -> list[Corpus]:
+    def packed(data: Data, max_rows: int | None, fraction: float | None = None) -> list[Corpus]:
         rows = open_rows(data.path, data, tokenizer, max_rows, progress, day)
-        return [
-            dataclasses.replace(each, count_padding=count_padding) for each in pack_rows(rows, data, seed, **options)
-        ]
+        found = pack_rows(rows, data, seed, fraction)
+        return [dataclasses.replace(each, count_padding=count_padding) for each in found]
 
     trained, held_out = list[Corpus](), list[Corpus]()
     for source in plan.sources:
         with errors_of(source.name if plan.recipe.data.sources else None):
-            train, *held = packed(
-                source.data, source.data.max_rows, fraction=wanted.get("fraction"), earlier=[*trained]
-            )
+            train, *held = packed(source.data, source.data.max_rows, wanted.get("fraction"))
         trained.append(train)
         held_out += held
     if plan.eval_path is not None:
@@ -211,11 +206,7 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
         "too_long": f"dropped: longer than {limit} (data.long_rows)",
         "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
     }
-    divided = {
-        "split": f"split into pieces of at most {limit} (data.seq_len)",
-        "duplicates": "dropped: the same tokens as an earlier row (data.drop_duplicates)",
-        "in_earlier_sources": "dropped: the same tokens as a row of an earlier source (data.drop_duplicates)",
-    }
+    divided = {"split": f"split into pieces of at most {limit} (data.seq_len)"}
     found_lost, found_divided = (
         [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes.get(what)]
         for texts in (lost, divided)
@@ -231,35 +222,23 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     return found_lost, found_divided
 
 
-def pack_rows(
-    rows: EncodedRows,
-    data: Data,
-    seed: int,
-    fraction: float | None = None,
-    earlier: Sequence[EncodedRows] = (),
-) -> list[Corpus]:
+def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None = None) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
 
-    No row, and no conversation, is in both. With `data.drop_duplicates`, rows that equal an earlier one, or one of the
-    `earlier` sources, are left out before. A text is divided only when whole rows give less than half of the tokens to
+    No row, and no conversation, is in both. A text is divided only when whole rows give less than half of the tokens to
     hold out. Its end is then held out as a row of its own, so that none of its tokens is a label of the first part.
     Raises DataError when either corpus would be empty.
     """
     names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
-        ends = rows.wholes
-        kept, counts = np.arange(len(ends) - 1), dict[str, int]()
-        if data.drop_duplicates:
-            kept, counts = first_of_equal_rows(rows, earlier)
-            if not len(kept):
-                raise DataError("data.drop_duplicates: all rows are in earlier sources, too: remove this one")
-        starts, stops, held, divided = ends[:-1][kept], ends[1:][kept], np.zeros(len(kept), bool), None
-        counts["tokens"] = int((stops - starts).sum())
+        starts, stops = rows.wholes[:-1], rows.wholes[1:]
+        count = len(starts)
+        held, divided = np.zeros(count, bool), None
         if fraction is not None:
-            lengths, part = stops - starts, np.arange(len(kept))
+            lengths, part = stops - starts, np.arange(count)
             if rows.conversations is not None:  # all rows of a conversation are on one side
-                part = np.unique(rows.conversations[kept], return_inverse=True)[1]
+                part = np.unique(rows.conversations, return_inverse=True)[1]
                 lengths = np.bincount(part, lengths).astype(np.int64)
             held, divided = choose_held_out(lengths, fraction, seed, data.format.long_rows == "split")
             held = held[part]
@@ -272,26 +251,21 @@ def pack_rows(
             pieces, offsets, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(kept)} rows leaves none {use}")
+                raise DataError(f"data.eval: fraction {fraction} of {count} rows leaves none {use}")
             if rows.paired:
                 pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
-            counts["label_tokens"] = counts.get("label_tokens", 0) + int(labels.sum())
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
-        notes = {"divided": int(divided is not None)} | (counts if data.drop_duplicates else {})
+        notes = {"divided": int(divided is not None)}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
     key = [rows.name, rows.seq_len, data.packing, seed, fraction, LAYOUT]
-    if data.drop_duplicates:
-        key += ["drop_duplicates", *(each.name for each in earlier)]
     folder = cached_folder("packed", key, write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    # So that a run of a version that kept these rows is not resumed without them.
-    digest = digest_of([rows.digest, "in_earlier_sources"]) if notes.get("in_earlier_sources") else rows.digest
     return [
         Corpus(
             **vars(rows)
-            | {"notes": notes, "digest": digest}
+            | {"notes": notes}
             | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
         )
         for name in names
@@ -324,27 +298,6 @@ def choose_held_out(
     long = int(drawn[lengths[drawn] > wanted][0])
     held[long] = not divisible
     return held, (long, missing) if divisible else None
-
-
-def first_of_equal_rows(rows: EncodedRows, earlier: Sequence[EncodedRows]) -> tuple[Ints, dict[str, int]]:
-    """Return the numbers of the rows, ascending, that equal no earlier one in tokens and in which are trained.
-
-    Also how many others there are: those that equal one of their own source, and those of `earlier` sources alone.
-    """
-    digests = _digests(rows)
-    first = np.sort(np.unique(digests, return_index=True)[1])
-    known = np.isin(digests[first], np.concatenate([digests[:0], *map(_digests, earlier)]))
-    return first[~known], {"duplicates": len(digests) - len(first), "in_earlier_sources": int(known.sum())}
-
-
-def _digests(rows: EncodedRows) -> np.ndarray[Any, Any]:
-    """Return a digest of each row."""
-    digests = bytearray()
-    for start, stop in itertools.pairwise(rows.ends.tolist()):
-        digest = hashlib.blake2b(rows.tokens[start:stop].tobytes(), digest_size=16)
-        digest.update(rows.trained[start:stop].tobytes())
-        digests += digest.digest()
-    return np.frombuffer(digests, "S16")
 
 
 def open_rows(

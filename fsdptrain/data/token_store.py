@@ -58,8 +58,7 @@ TOKENS_VERSION = 4  # the version of how a row becomes tokens: raise it when tha
 # Keys of `data` that do not change the tokens of a part: which rows are read, and what is done with their tokens. The
 # chat template is in the digest of the tokenizer.
 NOT_OF_TOKENS = frozenset(
-    {"path", "revision", "max_rows", "eval", "sources", "seq_len", "packing"}
-    | {"long_rows", "drop_duplicates", "chat_template"}
+    {"path", "revision", "max_rows", "eval", "sources", "seq_len", "packing", "long_rows", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
 # What rows of a folder hold that is not read → count, and place of the first: number of its part (0 in the folder of a

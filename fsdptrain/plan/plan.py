@@ -355,6 +355,7 @@ class Plan:
         }
         held_out = recipe["data.eval"] or {}
         fixed["data.sources"] = without_names(recipe["data.sources"])
+        fixed["data.drop_duplicates"] = False  # a key of earlier versions, with which a run had fewer rows
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.traits.keeps_if:

@@ -601,66 +601,6 @@ def test_rows_that_are_all_too_long_are_an_error(bpe: Any, tmp_path: Path) -> No
         corpus_from(tmp_path, bpe, *rows, seq_len=32, format="prompt_completion", long_rows="drop")
 
 
-def test_of_equal_rows_the_first_is_kept(bpe: Any, tmp_path: Path) -> None:
-    """Over files, and whatever their length: rows are equal if they have the same tokens, of which the same train."""
-    long = "a long row " * 20
-    files = {"a": ["one", "two", "one", long], "b": ["two", "three", long + "with another end", "one", "four"]}
-    for name, texts in files.items():
-        jsonl(tmp_path / f"{name}.jsonl", *({"prompt": "", "completion": text} for text in texts))
-    jsonl(tmp_path / "c.jsonl", {"prompt": "one", "completion": ""}, {"prompt": "on", "completion": "e"})
-    settings = {"seq_len": 32, "packing": "none", "format": "prompt_completion"}
-    whole, corpus = (corpus_of(tmp_path, bpe, drop_duplicates=drop, **settings) for drop in (False, True))
-    ends = [f"{text}{EOS}" for text in ("one", "two", "three", "four", "one", "one")]
-    (ends[4:], found) = ends[4:], [bpe.decode(ids) for ids in inputs(corpus)]
-    assert [text for text in found if not text.startswith("a long")] == ends and len(found) == 7
-    assert (whole.notes["tokens"], whole.notes["label_tokens"]) == (len(whole.tokens), whole.labels.sum())
-    assert corpus.notes["duplicates"] == 4 == len(whole) - len(corpus)
-    assert corpus.notes["tokens"] == corpus.pieces[:, 1].sum() and corpus.notes["label_tokens"] == corpus.labels.sum()
-    assert corpus.digest == whole.digest and corpus.name == whole.name  # the same rows, tokenised once
-    assert "4 of 11 rows (36%) dropped: the same tokens" in " ".join(
-        row_notes(a_plan(tmp_path / "plan"), corpus, corpus)[1]
-    )
-
-
-def test_a_row_of_several_sources_is_kept_in_the_first(bpe: Any, tmp_path: Path) -> None:
-    """The first of the recipe; a source that does not drop duplicates keeps all of its own."""
-    texts = {"a": ["one", "two", "two", "five"], "b": ["three", "two", "three", "one"], "c": ["one", "four"]}
-    a, b, c = (
-        {"path": str(jsonl(tmp_path / f"{name}.jsonl", *({"text": text} for text in rows)))}
-        for name, rows in texts.items()
-    )
-
-    def prepared(*sources: dict[str, Any], **changes: Any) -> tuple[Plan, Any, list[list[str]]]:
-        plan = a_plan(tmp_path, data__path=None, data__sources=[*sources], data__packing="none", **changes)
-        corpus = prepare(plan, bpe, quiet)[0].corpus
-        return plan, corpus, [[bpe.decode(ids).removesuffix(EOS) for ids in inputs(part)] for part in corpus.parts]
-
-    drop: dict[str, Any] = {"data__drop_duplicates": True}
-    plan, corpus, rows = prepared(a, b, c, **drop)
-    assert rows == [["one", "two", "five"], ["three"], ["four"]]
-    same = "dropped: the same tokens as"
-    assert row_notes(plan, corpus, corpus)[1] == [
-        f"a: 1 of 4 rows (25%) {same} an earlier row (data.drop_duplicates)",
-        f"b: 1 of 4 rows (25%) {same} an earlier row (data.drop_duplicates)",
-        f"b: 2 of 4 rows (50%) {same} a row of an earlier source (data.drop_duplicates)",
-        f"c: 1 of 2 rows (50%) {same} a row of an earlier source (data.drop_duplicates)",
-    ]
-    assert prepared(c, b | {"drop_duplicates": False}, a, **drop)[2] == [texts["c"], texts["b"], ["five"]]
-    with pytest.raises(DataError, match=r"all rows are in earlier sources, too: remove this one \(source c\)"):
-        prepared(a | {"path": [a["path"], b["path"], c["path"]], "name": "all"}, c, **drop)
-    # A run of a version that kept them in each source is not resumed with other rows.
-    digests = [[part.digest for part in each.parts] for each in (prepared(a, b, c)[1], corpus)]
-    assert [before == now for before, now in zip(*digests, strict=True)] == [True, False, False]
-
-
-def test_no_copy_of_a_trained_row_is_held_out(bpe: Any, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", *({"text": f"row {i % 50}"} for i in range(500)))
-    changes = {"data__path": str(path), "data__eval": {"fraction": 0.2}, "data__packing": "none"}
-    stream, held_out, corpus = prepare(a_plan(tmp_path, data__drop_duplicates=True, **changes), bpe, quiet)
-    train, held = ([bpe.decode(ids) for ids in inputs(each)] for each in (stream.corpus, corpus))
-    assert sorted(train + held) == sorted(f"row {i}{EOS}" for i in range(50)) and len(held) == len(held_out) == 10
-
-
 def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
     corpus = corpus_from(tmp_path, bpe, {"text": ""}, {"text": "Hello"}, {"text": ""}, seq_len=16)
     assert corpus.notes["dropped"] == 2
@@ -1149,7 +1089,7 @@ def test_rows_are_encoded_again_when_their_tokens_change_and_only_then(
         (bpe, {"columns": {"text": "other"}}, True), (bpe, both, True), (bpe, both | {"seq_len": 8}, False),
         (bpe, both | {"train_on": "all"}, True), (template, {}, True), (with_specials(bpe, bos="<s>"), {}, True),
         (bpe, both | {"separator": " "}, True), (bpe, {"eval": {"fraction": 0.5}}, False),
-        (bpe, {"long_rows": "drop"}, False), (bpe, {"drop_duplicates": True, "eval": {"fraction": 0.5}}, False),
+        (bpe, {"long_rows": "drop"}, False),
         *((template, {"format": "chat", "seq_len": 64, **change}, True) for change in (
             {}, {"turns": "last"}, {"turns": "split"}, {"chat_template_kwargs": {"name": 1}},
             {"chat_template_kwargs": {"name": 2}})),

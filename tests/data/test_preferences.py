@@ -161,7 +161,6 @@ def labels_of(corpus: Corpus, rows: np.ndarray[Any, Any]) -> int:
         (["data.packing=concat"], "data.packing: concat divides pairs"),
         (["data.train_on=all"], "data.train_on: all compares the prompts"),
         (["data.long_rows=split"], "data.long_rows: split divides pairs"),
-        (["data.drop_duplicates=true"], "data.drop_duplicates: compares single rows, and a pair has two"),
         (["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "b: format: text has no pairs"),
         (["data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "b: long_rows: split divides"),
         (

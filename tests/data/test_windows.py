@@ -258,7 +258,6 @@ def test_held_out_files_are_those_of_a_run_without_windows(tmp_path: Path, bpe: 
     [
         {"data": {"sources": [{"path": "a"}], "window": 2}},
         {"data__eval": {"fraction": 0.1}},
-        {"data__drop_duplicates": True},
         {"data__max_rows": 9},
         {"train__objective": "dpo", "data__format": "preference"},
         {"train__steps": None, "train__epochs": 1},
