@@ -178,7 +178,7 @@ class Setting:
             "train": {"steps": 1000, "global_batch_size": 4, "micro_batch_size": 2},
             "checkpoint": {"every": None},
             "export": {"at_end": False},
-            "log": {"tensorboard": False, "forecast": False},
+            "log": {"trackers": [], "forecast": False},
             "launch": {"nproc_per_node": 1},
         }
         for path, value in (changes or {}).items():

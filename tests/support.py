@@ -62,7 +62,7 @@ def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
         "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 1},
         "checkpoint": {"every": 2, "keep": 10},
         "export": {"dtype": "float32", "compare": False},
-        "log": {"tensorboard": False, "forecast": False},
+        "log": {"trackers": [], "forecast": False},
         "launch": {"nproc_per_node": 2, "timeout_s": 60},
     }
     for path, value in changes.items():

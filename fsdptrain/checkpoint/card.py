@@ -15,10 +15,9 @@ from fsdptrain.checkpoint.export_tensors import Exported
 from fsdptrain.checkpoint.manifest import BASE_KEY, DATA_KEY, HELD_OUT_KEY, TOKENIZER_KEY
 from fsdptrain.checkpoint.resume import WITHOUT_EFFECT
 from fsdptrain.config.adapter import ADAPTER_FOLDER
-from fsdptrain.config.keys import flat
+from fsdptrain.config.keys import flat, yaml_text
 from fsdptrain.config.paths import is_hub_data, places
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.syntax import yaml_text
 from fsdptrain.model.config import announced_mtp
 from fsdptrain.plan.plan import HubData, Plan
 from fsdptrain.run_folder.ownership import CARD, WEIGHTS, Stamps, file_stamps

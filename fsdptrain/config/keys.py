@@ -1,4 +1,7 @@
-"""The keys of a recipe: one walk of the schema's dataclasses, the check of a value, and the JSON Schema."""
+"""The keys of a recipe: one walk of the schema's dataclasses, the check of a value, and the JSON Schema.
+
+Values are written in a safe subset of YAML, with scalars as in YAML 1.2.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +24,68 @@ import yaml
 from fsdptrain import __version__
 from fsdptrain.config.names import FOREIGN_VALUES
 from fsdptrain.config.schema import NODE_RANGE, DataSource, Recipe
-from fsdptrain.config.syntax import RecipeLoader, yaml_text
 from fsdptrain.errors import Problem
 
 OPEN_MAPPINGS = ("model.config", "data.columns", "data.chat_template_kwargs")  # their keys are free
 LARGEST = 2**53  # of whole numbers: larger ones are not exact in the plan, which is JSON
+
+# --- values as YAML --------------------------------------------------------------------------------------------------
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """A safe YAML loader: 1e-5 is a number; 010, 12:30:45, yes and no are strings, unlike in YAML 1.1."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node. Raise ConstructorError for a key that is set twice."""
+        words = [str(key_node.value) for key_node, _ in node.value]
+        if twice := next((word for word in words if words.count(word) > 1), None):
+            raise yaml.constructor.ConstructorError(problem=f"`{twice}` is set twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+RecipeLoader.yaml_implicit_resolvers = {}
+_NUMBER = r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|nan)"
+for _tag, _pattern, _first_characters in (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", "-+0123456789"),
+    ("float", _NUMBER, "-+.0123456789"),
+    ("null", "", [""]),
+):
+    RecipeLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first_characters)
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = {  # a text that either reader would take for something else is quoted  # noqa: RUF012
+        first: [
+            *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+            *RecipeLoader.yaml_implicit_resolvers.get(first, []),
+        ]
+        for first in (*yaml.SafeDumper.yaml_implicit_resolvers, *RecipeLoader.yaml_implicit_resolvers)
+    }
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Outside of double quotes PyYAML writes Unicode's line breaks as they are, and YAML reads them as others.
+    style = '"' if {*text} & {"\n", "\x85", "\u2028", "\u2029"} else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as one line of YAML, for anywhere in a recipe; YAML 1.1 reads it as that value, too.
+
+    It is written as the item of a list, because `a{` is a text by itself, but not inside of brackets.
+    """
+    options: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True}
+    return yaml.dump([value], Dumper=_Dumper, width=math.inf, **options).strip()[1:-1]
+
+
+# --- the keys --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,9 +105,8 @@ class Key:
     @property
     def default(self) -> Any:
         """A new copy of its default."""
-        if self.spec.default_factory is not dataclasses.MISSING:
-            return self.spec.default_factory()
-        return self.spec.default
+        factory = self.spec.default_factory
+        return self.spec.default if factory is dataclasses.MISSING else factory()
 
     @property
     def needs(self) -> dict[str, Sequence[str]]:
@@ -66,6 +126,10 @@ class Key:
             return f"a list of mappings such as {{{key_of(dataclasses.fields(self.spec.metadata['items'])[0])}: …}}"
         return _forms_text(self.forms)
 
+    def read(self, value: Any) -> Any:
+        """Return a value as the first form that fits has it; raises ValueError if none does."""
+        return _typed(value, self.forms, strict="forms" in self.spec.metadata)
+
 
 def key_of(spec: dataclasses.Field[Any]) -> str:
     """Return the YAML key of a dataclass field: `async` for `async_`."""
@@ -83,8 +147,7 @@ def _walk(schema: type, path: str = "", attribute: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(annotation):
             yield from _walk(annotation, f"{own}.", f"{attribute}{spec.name}.")  # type: ignore[arg-type]
         else:
-            forms = spec.metadata.get("forms") or tuple(_forms(annotation))
-            yield Key(own, attribute + spec.name, forms, spec)
+            yield Key(own, attribute + spec.name, spec.metadata.get("forms") or tuple(_forms(annotation)), spec)
 
 
 def _forms(annotation: Any) -> Iterator[Any]:
@@ -99,10 +162,8 @@ def _forms(annotation: Any) -> Iterator[Any]:
 
 SECTIONS: dict[str, list[str]] = {}  # path of a section ("" is the recipe) → the names in it
 KEYS = {key.path: key for key in _walk(Recipe)}
-# Those of a source in data.sources, which are no paths of the recipe.
-_SOURCE_KEYS = {key.path: key for key in _walk(DataSource, "data.sources.")}
+_ALL = KEYS | {key.path: key for key in _walk(DataSource, "data.sources.")}  # those are no paths of the recipe
 del SECTIONS["data.sources"]
-_ALL = KEYS | _SOURCE_KEYS
 
 
 def value_at(recipe: Recipe, path: str) -> Any:
@@ -120,35 +181,6 @@ def unused_with(other: str, value: Any) -> dict[str, Any]:
     """Return the keys that have no effect if the key `other` has this value: path → the value that means unset."""
     needed = {path: key.needs.get(other) for path, key in KEYS.items()}
     return {path: KEYS[path].limits.get("unset") for path, values in needed.items() if values and value not in values}
-
-
-# --- the check of a value --------------------------------------------------------------------------------------------
-
-
-def faults(path: str, value: Any) -> list[str]:
-    """Return what is wrong with a value of a key, or of a key of a source (`data.sources.weight`); [] if nothing is."""
-    key = _ALL[path]
-    try:
-        found = _read(key, value)
-    except (ValueError, OverflowError):
-        return [_wrong_type_message(key, value)]
-    if "items" in key.limits:
-        return [*_item_faults(found)]
-    message = _limit_message(key, found)
-    return [] if message is None else [message]
-
-
-def accepts(path: str, value: Any) -> bool:
-    """Return whether a key accepts a value, by its type and its limits."""
-    try:
-        return _limit_message(KEYS[path], _read(KEYS[path], value)) is None
-    except (ValueError, OverflowError):
-        return False
-
-
-def recipe_problems(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each value of a recipe that its key does not accept."""
-    return [Problem(message, path) for path in KEYS for message in faults(path, value_at(recipe, path))]
 
 
 def recipe_of(tree: dict[str, Any], schema: type = Recipe) -> Any:
@@ -170,19 +202,37 @@ def recipe_of(tree: dict[str, Any], schema: type = Recipe) -> Any:
     return schema(**given)
 
 
-def _read(key: Key, value: Any) -> Any:
-    """Return a value as the first form of a key that fits has it; raise as `_typed` does."""
-    for form in key.forms[:-1]:
-        with contextlib.suppress(ValueError):
-            return _typed(value, form, strict="forms" in key.limits)
-    return _typed(value, key.forms[-1], strict="forms" in key.limits)
+# --- the check of a value --------------------------------------------------------------------------------------------
+
+
+def faults(path: str, value: Any) -> list[str]:
+    """Return what is wrong with a value of a key, or of a key of a source (`data.sources.weight`); [] if nothing is."""
+    key = _ALL[path]
+    try:
+        found = key.read(value)
+    except ValueError:
+        return [_wrong_type_message(key, value)]
+    return [*_item_faults(found)] if "items" in key.limits else [*_limit_faults(key, found)][:1]
+
+
+def accepts(path: str, value: Any) -> bool:
+    """Return whether a key accepts a value, by its type and its limits."""
+    try:
+        return not [*_limit_faults(KEYS[path], KEYS[path].read(value))]
+    except ValueError:
+        return False
+
+
+def recipe_problems(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each value of a recipe that its key does not accept."""
+    return [Problem(message, path) for path in KEYS for message in faults(path, value_at(recipe, path))]
 
 
 def _typed(value: Any, form: Any, strict: bool = False) -> Any:
     """Return a value that YAML or JSON has as what `form` says: a word of an enumeration as its member, …
 
-    A whole number is also a float. Unless `strict`, a number is a text, and a list may be empty. Raise ValueError for a
-    value of another type, OverflowError for a number that is too large for a float.
+    A whole number is also a float. Unless `strict`, a number is a text, and a list may be empty. Several forms are
+    alternatives. Raise ValueError for a value of another type.
     """
     origin, args = get_origin(form), get_args(form)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -191,33 +241,33 @@ def _typed(value: Any, form: Any, strict: bool = False) -> Any:
     if form is str and (isinstance(value, str) or (is_number and not strict)):
         return str(value)
     if is_number and (form is float or (form is int and isinstance(value, int))):
-        return form(value)
+        try:
+            return form(value)
+        except OverflowError:
+            raise ValueError(value) from None
     if isinstance(value, str) and (value in _words(form) or (isinstance(form, re.Pattern) and form.fullmatch(value))):
         return form(value) if isinstance(form, type) else value
     if origin is list and isinstance(value, list) and (value or not strict):
         return [_typed(item, args[0], strict) for item in value]
-    if isinstance(value, dict) and (origin is dict or (isinstance(form, dict) and _has_shape(value, form))):
+    if isinstance(form, dict) and isinstance(value, dict):
+        types = {name.rstrip("?"): kind for name, kind in form.items()}
+        if value.keys() <= types.keys() and all(name in value or name.endswith("?") for name in form):
+            return {name: _typed(item, types[name], strict=True) for name, item in value.items()}
+    if origin is dict and isinstance(value, dict):
         return dict(value)
-    for each in args if origin in (Union, UnionType) else ():
+    alternatives = form if isinstance(form, tuple) else args if origin in (Union, UnionType) else ()
+    for each in alternatives:
         with contextlib.suppress(ValueError):
             return _typed(value, each, strict)
     raise ValueError(value)
 
 
-def _has_shape(value: dict[str, Any], shape: dict[str, Any]) -> bool:
-    """Return whether a mapping has these names with values of these types; those that end in `?` are optional."""
-    types = {name.rstrip("?"): kind for name, kind in shape.items()}
-    needed = {name for name in shape if not name.endswith("?")}
-    return needed <= value.keys() <= types.keys() and all(_fits(item, types[name]) for name, item in value.items())
-
-
-def _fits(value: Any, form: Any) -> bool:
-    try:
-        _typed(value, form, strict=True)
-    except (ValueError, OverflowError):
-        return False
-    return True
-
+_BOUNDS: dict[str, tuple[Any, str, str | None]] = {  # limit → what breaks it, in words, and its name in JSON Schema
+    "at_least": (operator.lt, "too small: must be at least", "minimum"),
+    "above": (operator.le, "too small: must be above", "exclusiveMinimum"),
+    "below": (operator.ge, "too large: must be below", None),
+    "at_most": (operator.gt, "too large: must be at most", "maximum"),
+}
 
 # Limits of the numbers in small mappings: name → as those of keys.
 _INNER_LIMITS: dict[str, dict[str, Any]] = {
@@ -227,37 +277,35 @@ _INNER_LIMITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _limit_message(key: Key, value: Any) -> str | None:
-    """Return how a value, which has the type of its key, breaks the key's limits; None if it does not."""
-    if isinstance(value, str) and not value.strip() and "any_text" not in key.limits:
-        return "is empty"
-    if "pair_below" in key.limits and not (
-        len(value) == 2 and all(0 <= item < key.limits["pair_below"] for item in value)
-    ):
-        return f"{value_text(value)} is not a pair of numbers in [0, {key.limits['pair_below']})"
-    for name, item in value.items() if "values" in key.limits else ():
-        if not any(_fits(item, form) for form in key.limits["values"]):
-            return f"{name}: {value_text(item)} is not {_forms_text(key.limits['values'])}"
-    for name, item in value.items() if isinstance(value, dict) and "forms" in key.limits else ():
-        if message := _bound_message(_INNER_LIMITS.get(name, {}), item):
-            return f"{name}: {message}"
-    return _bound_message(key.limits, value)
+def _limit_faults(key: Key, value: Any) -> Iterator[str]:
+    """Yield how a value, which has the type of its key, breaks the key's limits."""
+    limits = key.limits
+    if isinstance(value, str) and not value.strip() and "any_text" not in limits:
+        yield "is empty"
+    if most := limits.get("pair_below"):
+        if len(value) != 2 or not all(0 <= item < most for item in value):
+            yield f"{value_text(value)} is not a pair of numbers in [0, {most})"
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            try:
+                _typed(item, limits.get("values", Any), strict=True)
+            except ValueError:
+                yield f"{name}: {value_text(item)} is not {_forms_text(limits['values'])}"
+            if "forms" in limits:
+                yield from (f"{name}: {fault}" for fault in _bound_faults(_INNER_LIMITS.get(name, {}), item))
+    yield from _bound_faults(limits, value)
 
 
-def _bound_message(limits: dict[str, Any], value: Any) -> str | None:
+def _bound_faults(limits: dict[str, Any], value: Any) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
+        return
     if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a finite number"
-    if "at_least" in limits and value < limits["at_least"]:
-        return f"{value} is too small: must be at least {limits['at_least']}"
-    if "above" in limits and value <= limits["above"]:
-        return f"{value} is too small: must be above {limits['above']}"
-    if "below" in limits and value >= limits["below"]:
-        return f"{value} is too large: must be below {limits['below']}"
-    if "at_most" in limits and value > limits["at_most"]:
-        return f"{value} is too large: must be at most {limits['at_most']}"
-    return f"{value} is too large" if isinstance(value, int) and abs(value) > LARGEST else None
+        yield f"{value} is not a finite number"
+    for name, (is_broken, words, _) in _BOUNDS.items():
+        if name in limits and is_broken(value, limits[name]):
+            yield f"{value} is {words} {limits[name]}"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        yield f"{value} is too large"
 
 
 def _item_faults(items: list[dict[str, Any]]) -> Iterator[str]:
@@ -288,19 +336,15 @@ def _wrong_type_message(key: Key, value: Any) -> str:
     return f"{value_text(value)} is not {key.type_words}{hint}"
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as other tools' values are listed: a string in small letters, `ZeRO-1` as `zero1`."""
-    return value.lower().replace("-", "") if isinstance(value, str) else value
-
-
 def _candidates(key: Key, value: Any) -> Iterator[Any]:
     """Yield values that may have been meant by an invalid one, the likeliest first."""
     known = FOREIGN_VALUES.get(key.path, {})
-    if isinstance(value, (str, bool, NoneType)) and _plain(value) in known:
-        yield known[_plain(value)]
+    as_listed = value.lower().replace("-", "") if isinstance(value, str) else value  # `ZeRO-1` as `zero1`
+    if isinstance(value, (str, bool, NoneType)) and as_listed in known:
+        yield known[as_listed]
     if isinstance(value, str):
-        if value.strip().lower() in ("yes", "on", "true", "no", "off", "false"):
-            yield value.strip().lower() in ("yes", "on", "true")
+        if (word := value.strip().lower()) in ("yes", "on", "true", "no", "off", "false"):
+            yield word in ("yes", "on", "true")
         if (number := _number(value)) is not None:
             yield number
         near = get_close_matches(value.lower(), [word.lower() for word in key.choices], n=1)
@@ -311,9 +355,8 @@ def _candidates(key: Key, value: Any) -> Iterator[Any]:
     if value is None and key.default == []:
         yield []
     if isinstance(value, list):  # without quotes, a text that ends with a colon is a mapping
-        yield [
-            f"{next(iter(item))}:" if isinstance(item, dict) and [*item.values()] == [None] else item for item in value
-        ]
+        is_text = [isinstance(item, dict) and [*item.values()] == [None] for item in value]
+        yield [f"{next(iter(item))}:" if text else item for item, text in zip(value, is_text, strict=True)]
     if isinstance(value, float) and value.is_integer():
         yield int(value)
     for form in key.forms:
@@ -396,31 +439,27 @@ def _section_schema(schema: type, path: str) -> dict[str, Any]:
     properties = {}
     for spec in dataclasses.fields(schema):
         own = path + key_of(spec)
-        section = own in SECTIONS
         properties[key_of(spec)] = (
-            _section_schema(_hints(schema)[spec.name], f"{own}.") if section else _key_schema(_ALL[own])
+            _section_schema(_hints(schema)[spec.name], f"{own}.") if own in SECTIONS else _key_schema(_ALL[own])
         )
     doc = (schema.__doc__ or "").splitlines()[0]
     return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
 
 
-_BOUNDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum"}
-
-
 def _key_schema(key: Key) -> dict[str, Any]:
-    kind = _forms_schema(key.forms)
-    if "values" in key.limits:
-        kind = {"type": "object", "additionalProperties": _forms_schema(key.limits["values"])}
-    if "items" in key.limits:
+    limits, kind = key.limits, _forms_schema(key.forms)
+    if "values" in limits:
+        kind = {"type": "object", "additionalProperties": _forms_schema(limits["values"])}
+    if "items" in limits:
         kind = {"type": "array", "items": _section_schema(DataSource, "data.sources.")}
-    bounds = {_BOUNDS[name]: limit for name, limit in key.limits.items() if name in _BOUNDS}
-    return {"description": key.limits["doc"], "default": key.default, **kind, **bounds}
+    bounds = {as_json: limits[name] for name, (_, _, as_json) in _BOUNDS.items() if as_json and name in limits}
+    return {"description": limits["doc"], "default": key.default, **kind, **bounds}
 
 
 def _forms_schema(forms: Sequence[Any]) -> dict[str, Any]:
     words = [word for form in forms for word in _words(form)]
-    others = [_form_schema(form) for form in forms if not _words(form)]
-    options = [{"enum": words}, *others] if words else others
+    options = [{"enum": words}] if words else []
+    options += [_form_schema(form) for form in forms if not _words(form)]
     return options[0] if len(options) == 1 else {"anyOf": options}
 
 

@@ -23,12 +23,14 @@ from fsdptrain.config.keys import (
     KEYS,
     OPEN_MAPPINGS,
     SECTIONS,
+    RecipeLoader,
     accepts,
     canonical_spelling,
     faults,
     flat,
     recipe_of,
     value_text,
+    yaml_text,
 )
 from fsdptrain.config.names import (
     REPLACEMENTS,
@@ -39,10 +41,11 @@ from fsdptrain.config.names import (
 )
 from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
 from fsdptrain.errors import Problem, RecipeError, first_line
 
 MAX_RECIPE_BYTES = 64_000
+MAX_VALUES = 2_000  # the longest model configs list one or two words per layer
+MAX_DEPTH = 32  # a model config has about three levels; OmegaConf and PyYAML overflow the stack at about eighty
 MAX_PROBLEMS = 50  # reported at once
 UNKNOWN = "unknown key"
 COMMAND_LINE = "command line"  # where an override is written
@@ -65,6 +68,12 @@ SECRET = re.compile(
     r"\b(?:hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|wandb_v1_)[A-Za-z0-9_-]{16,}"
     r"|\bAKIA[A-Z0-9]{16}\b|://[^/\s:@]*:[^/\s@]+@"
 )
+SECRET_FOUND = (
+    "seems to contain a secret, and recipes are copied to the run folder: remove it, and set HF_TOKEN in the "
+    "environment"
+)
+
+PLAIN_REFERENCE = re.compile(r"(?<!\\)\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}")
 
 
 @dataclass(frozen=True)
@@ -92,14 +101,24 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
     cannot be honoured, and keys that would have no effect.
     """
-    return parse(read_recipe_text(path), path.name, path.resolve().parent, overrides or [])
+    return parse(_recipe_text(path), path.name, path.resolve().parent, overrides or [])
 
 
 def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRecipe:
     """Read the text of a recipe, called `name` in messages and in `folder`; raises RecipeError as `load` does."""
     # Secrets come first and alone: other messages could repeat the line that contains one.
-    if problems := [*_secrets(text, name, overrides)]:
+    lines, words = enumerate(text.splitlines(), 1), enumerate(overrides, 1)
+    problems = [Problem(SECRET_FOUND, where=f"{name}:{number}") for number, line in lines if SECRET.search(line)]
+    problems += [
+        Problem(f"override {number} {SECRET_FOUND}", where=COMMAND_LINE)
+        for number, word in words
+        if SECRET.search(word)
+    ]
+    if sum(map(len, overrides)) > MAX_RECIPE_BYTES:
+        problems.append(Problem(f"the overrides have more than {MAX_RECIPE_BYTES:,} characters", where=COMMAND_LINE))
+    if problems:
         raise RecipeError(problems)
+    # What is written, and what each value is.
     written, overriding = _leaves_of_file(text, name, problems), _leaves_of_overrides(overrides, problems)
     replaced = {ALTERNATIVES.get(leaf.path) for leaf in overriding if leaf.value is not None}
     leaves = [*(leaf for leaf in written if leaf.path not in replaced), *overriding]
@@ -120,7 +139,7 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     return LoadedRecipe(recipe, where, text, folder)
 
 
-def read_recipe_text(path: Path) -> str:
+def _recipe_text(path: Path) -> str:
     """Return the text of a recipe file. Raise RecipeError if it is not a regular file, too large, or not UTF-8."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may block; a device may never end
@@ -137,27 +156,6 @@ def read_recipe_text(path: Path) -> str:
     raise RecipeError([Problem(reason, where=str(path))])
 
 
-_SECRET_MESSAGE = (
-    "seems to contain a secret, and recipes are copied to the run folder: remove it, and set HF_TOKEN in the "
-    "environment"
-)
-
-
-def _secrets(text: str, name: str, overrides: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each line and override that seems to contain a secret, which is not repeated.
-
-    Comments are included; and yield one if the overrides are too long together.
-    """
-    for number, line in enumerate(text.splitlines(), 1):
-        if SECRET.search(line):
-            yield Problem(_SECRET_MESSAGE, where=f"{name}:{number}")
-    for number, word in enumerate(overrides, 1):
-        if SECRET.search(word):
-            yield Problem(f"override {number} {_SECRET_MESSAGE}", where=COMMAND_LINE)
-    if sum(map(len, overrides)) > MAX_RECIPE_BYTES:
-        yield Problem(f"the overrides have more than {MAX_RECIPE_BYTES:,} characters", where=COMMAND_LINE)
-
-
 def _sections(problem: Problem) -> Iterator[str | None]:
     """Yield the section of a problem and, for another tool's key, the section of the key that replaces it."""
     yield problem.field.partition(".")[0] if problem.field else None
@@ -167,8 +165,13 @@ def _sections(problem: Problem) -> Iterator[str | None]:
 
 def _readable(problems: list[Problem]) -> list[Problem]:
     """Return the first `MAX_PROBLEMS` problems in line order, long ones cut, and a count of the rest."""
+
+    def line(problem: Problem) -> tuple[int, int]:  # problems of the file come first
+        number = (problem.where or "").rpartition(":")[2]
+        return (0, int(number)) if number.isdigit() else (1, 0)
+
     found: list[Problem] = []
-    for problem in sorted(problems, key=_line)[:MAX_PROBLEMS]:
+    for problem in sorted(problems, key=line)[:MAX_PROBLEMS]:
         message = problem.message[:500]
         # Another tool's file has dozens of unknown keys: the valid ones are listed once.
         if message.startswith(UNKNOWN) and any(message == each.message for each in found):
@@ -179,16 +182,36 @@ def _readable(problems: list[Problem]) -> list[Problem]:
     return found
 
 
-def _line(problem: Problem) -> tuple[int, int]:
-    """Return a sort key: problems of the file by line, then those of the command line."""
-    line = (problem.where or "").rpartition(":")[2]
-    return (0, int(line)) if line.isdigit() else (1, 0)
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def _unsupported_yaml(text: str) -> Iterator[tuple[str, int]]:
+    """Yield a message and a line for everything that YAML allows and a recipe does not.
+
+    The text is read as a stream of events, so a deeply nested value is never built.
+    """
+    depth = values = 0
+    for event in yaml.parse(text, Loader=RecipeLoader):
+        line = event.start_mark.line + 1  # type: ignore[union-attr]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            yield "anchors and aliases (`&`, `*`) are not allowed in a recipe: write the value out", line
+        tag = getattr(event, "tag", None)
+        if tag and tag not in ("!", "tag:yaml.org,2002:str"):
+            yield f"the YAML tag {tag!r} is not allowed: a recipe cannot name Python objects", line
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            yield f"is nested more than {MAX_DEPTH} levels deep", line
+            return
+        values += isinstance(event, yaml.ScalarEvent)
+        if values > MAX_VALUES:
+            yield f"has more than {MAX_VALUES:,} keys and values", line
+            return
 
 
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
     """Return every value of a YAML file, with its line."""
     try:
-        problems += [Problem(message, where=f"{name}:{line}") for message, line in unsupported_yaml(text)]
+        problems += [Problem(message, where=f"{name}:{line}") for message, line in _unsupported_yaml(text)]
         node = None if problems else yaml.compose(text, Loader=RecipeLoader)
         if isinstance(node, yaml.MappingNode):
             return [*_walk(node, "", name, problems)]
@@ -219,62 +242,48 @@ def _walk(node: yaml.MappingNode, section: str, name: str, problems: list[Proble
         elif word not in SECTIONS[section]:
             problems.append(Problem(_unknown_key_message(word, section), path, where))
         elif path in KEYS:
-            before = len(problems)
-            value = _value_of_node(value_node, path, where, problems)
-            if len(problems) == before:
-                yield Leaf(path, canonical_spelling(path, value), where)
+            yield from _leaf(value_node, path, where, problems)
         elif isinstance(value_node, yaml.MappingNode):
             yield from _walk(value_node, path, name, problems)
         elif not (isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null")):
-            problems.append(Problem(_section_message(path, _value_of_node(value_node, path, "", [])), path, where))
+            # A hint if the first key of the section accepts the value.
+            message, first = f"is a section with the keys {', '.join(SECTIONS[path])}", SECTIONS[path][0]
+            for leaf in _leaf(value_node, f"{path}.{first}", where, []):
+                if leaf.value is not None and accepts(leaf.path, leaf.value):
+                    message += f"; did you mean {{{first}: {yaml_text(leaf.value)}}}?"
+            problems.append(Problem(message, path, where))
         seen.setdefault(word, line)
 
 
-def _section_message(section: str, value: Any) -> str:
-    """Return the message for a section that is set to a value: its keys, and a hint if the first accepts the value."""
-    message = f"is a section with the keys {', '.join(SECTIONS[section])}"
-    first = SECTIONS[section][0]
-    value = canonical_spelling(f"{section}.{first}", value)
-    if value is not None and accepts(f"{section}.{first}", value):
-        message += f"; did you mean {{{first}: {yaml_text(value)}}}?"
-    return message
-
-
-def _value_of_node(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
-    """Return the Python value of a node; None, with a problem added, if it has none."""
-    loader = RecipeLoader("")
+def _leaf(node: yaml.Node | None, path: str, where: str, problems: list[Problem]) -> Iterator[Leaf]:
+    """Yield the value of a node; if it has none, add a problem."""
     try:
-        return loader.construct_object(node, deep=True)
+        value = None if node is None else RecipeLoader("").construct_document(node)
     except (yaml.YAMLError, ValueError, TypeError) as error:
         reason = getattr(error, "problem", None) or first_line(error)
         problems.append(Problem(f"cannot be read: {reason}", path, where))
-        return None
-    finally:
-        loader.dispose()
+    else:
+        yield Leaf(path, canonical_spelling(path, value), where)
 
 
 def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[Leaf]:
     """Return the values of `key=value` overrides, read with the YAML rules of the file."""
-    leaves = []
+    leaves: list[Leaf] = []
     for word in overrides:
         path, equals, text = word.partition("=")
         if not equals or not path:
             problems.append(Problem(f"{word!r} is not an override; write key=value", where=COMMAND_LINE))
             continue
-        if fault := _not_a_key_message(path):
-            problems.append(Problem(fault, path, COMMAND_LINE))
-            continue
+        fault = _not_a_key_message(path)
         try:
-            message, _ = next(unsupported_yaml(text), (None, 0))
-            value = None if message else yaml.load(text, Loader=RecipeLoader)  # a SafeLoader
-        except (yaml.constructor.ConstructorError, ValueError) as error:
-            message, value = f"cannot be read: {getattr(error, 'problem', None) or error}", None
-        except yaml.YAMLError:
-            message, value = None, text  # not YAML: the text itself, which may be what a string key needs
-        if message:
-            problems.append(Problem(message, path, COMMAND_LINE))
+            fault = fault or next((message for message, _ in _unsupported_yaml(text)), None)
+            node = None if fault else yaml.compose(text, Loader=RecipeLoader)
+        except yaml.YAMLError:  # the text itself, which may be what a string key needs
+            node = yaml.ScalarNode("tag:yaml.org,2002:str", text)
+        if fault:
+            problems.append(Problem(fault, path, COMMAND_LINE))
         else:
-            leaves.append(Leaf(path, canonical_spelling(path, value), COMMAND_LINE))
+            leaves += _leaf(node, path, COMMAND_LINE, problems)
     return leaves
 
 
@@ -304,8 +313,7 @@ def _unknown_key_message(word: str, section: str) -> str:
     if text := replacement_of(word):
         return replacement_message(text)
     here = SECTIONS.get(section, SECTIONS[""])
-    paths = [*KEYS, *SECTIONS]
-    same_word = [path for path in paths if path.rpartition(".")[2] == word and "." in path]
+    same_word = [path for path in [*KEYS, *SECTIONS] if path.rpartition(".")[2] == word and "." in path]
     near = get_close_matches(word, here if section in SECTIONS else [], n=1, cutoff=0.6)
     foreign = None if same_word else nearest_foreign_name(word)
     if foreign and get_close_matches(word, [*near, foreign], n=1) == [foreign]:  # nearer than the recipe's own keys
@@ -315,6 +323,9 @@ def _unknown_key_message(word: str, section: str) -> str:
     if suggestions:
         return f"{UNKNOWN}; did you mean `{suggestions[0]}`?"
     return f"{UNKNOWN}; the keys here are: {', '.join(here)}"
+
+
+# --- the values ------------------------------------------------------------------------------------------------------
 
 
 def _checked(leaves: list[Leaf], problems: list[Problem]) -> dict[str, Any]:
@@ -336,18 +347,15 @@ def _checked(leaves: list[Leaf], problems: list[Problem]) -> dict[str, Any]:
     for key, value in _resolved(values, referring).items() if referring else ():
         messages = faults(key, value)
         if _has_reference(value):
-            messages = [_REFERENCE_MESSAGE.format(value_text(value), KEYS[key].type_words)]
+            messages = [
+                f"{value_text(value)} does not give {KEYS[key].type_words}: ${{key}} refers to another key of the "
+                "recipe, not to an environment variable (~ is your home folder)"
+            ]
         problems += [Problem(message, key, where[key]) for message in messages]
         values[key] = value
         if messages:
             del values[key]
     return values
-
-
-_REFERENCE_MESSAGE = (
-    "{} does not give {}: ${{key}} refers to another key of the recipe, not to an environment variable (~ is your home "
-    "folder)"
-)
 
 
 def _with_item(mapping: dict[str, Any], words: list[str], value: Any) -> tuple[dict[str, Any], list[str]]:
@@ -405,7 +413,8 @@ def _not_plain_messages(value: Any, any_text: bool) -> Iterator[str]:
             yield f"{value_text(item)} has keys that are not strings: put quotes around them"
         if item == "???":  # to OmegaConf and Hydra
             yield "??? stands for a value that is missing: replace it"
-        if isinstance(item, str) and _bad_reference(item):
+        # A resolver, or an incomplete or escaped reference, which would become a real one when the plan is read again.
+        if isinstance(item, str) and "${" in PLAIN_REFERENCE.sub("", item):
             yield "only plain ${key} references are allowed; resolvers are refused"
         if isinstance(item, str) and (odd := next((c for c in item if category(c) in refused), None)):
             yield f"contains the control character {odd!a}"
@@ -414,19 +423,6 @@ def _not_plain_messages(value: Any, any_text: bool) -> Iterator[str]:
 def _within(value: Any) -> Iterator[Any]:
     """Yield a value and, recursively, every key and value inside it."""
     yield value
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _within(name)
-            yield from _within(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _within(item)
-
-
-def _bad_reference(text: str) -> bool:
-    """Return whether a text contains a resolver, or a reference that is incomplete or escaped.
-
-    An escaped reference would become a real one when the plan is read again.
-    """
-    plain = r"(?<!\\)\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}"
-    return "${" in re.sub(plain, "", text)
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from _within(item)

@@ -46,6 +46,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from path_problems(recipe)
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
+    yield from _attention_problems(recipe)
     if recipe.data.sources:
         yield from _mixture_problems(recipe, of_data)
     else:
@@ -60,7 +61,6 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
 
 
 def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield the problems between keys of the top level, `train`, `launch` and `log`."""
     train, launch, log = recipe.train, recipe.launch, recipe.log
     if "/" in recipe.name or recipe.name in (".", ".."):
         yield Problem(f"{value_text(recipe.name)} cannot name a folder: choose a name without `/`", "name")
@@ -85,7 +85,6 @@ def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 
 
 def _missing_library(name: str, extra: str, field: str) -> Iterator[Problem]:
-    """Yield a problem if a library is not installed, which an extra of fsdptrain has."""
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # or a folder that a tracker has written here
         yield Problem(f"{name} is not installed: pip install 'fsdptrain[{extra}]'", field)
@@ -108,7 +107,7 @@ def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
 
 
 def sections_read(path: str) -> set[str]:
-    """Return the sections that decide whether a key of the recipe is valid: its own, and those of what it needs."""
+    """Return the sections that decide whether a key is valid: its own, and those of what it needs."""
     needs = KEYS[path].needs if path in KEYS else ()
     return {*(each.partition(".")[0] for each in (path, *needs)), *SECTIONS_READ.get(path, ())}
 
@@ -134,7 +133,6 @@ def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
 
 
 def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield the problems between keys of `model`."""
     model = recipe.model
     if model.id is None:
         if "model_type" not in model.config:
@@ -152,24 +150,33 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         yield Problem("a token without a visible character: remove it from the list", "model.add_tokens")
     if repeated := next((token for token in model.add_tokens if model.add_tokens.count(token) > 1), None):
         yield Problem(f"{value_text(repeated)} is listed twice: remove one of the two", "model.add_tokens")
-    if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
+
+
+def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
+    kernel, how, context = recipe.model.attn_implementation, recipe.fsdp.recomputation, recipe.parallel.context
+    if kernel == "flash_attention_2" and not one_row_if_packed(recipe):
         apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
         yield Problem(
             "flash_attention_2 supports several documents in a sequence only in micro-batches of one: set "
             f"train.micro_batch_size=1{apart} or model.attn_implementation=sdpa",
             "model.attn_implementation",
         )
-
-
-LIBRARIES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # of a kind of adapter
+    if context > 1 and kernel not in ("auto", "sdpa"):
+        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
+    for name in ("offload", "keep_attention"):
+        if getattr(how, name) and how.kind != "full":
+            message = f"{name} has no effect with kind: {how.kind}: use kind: full"
+            yield Problem(message, "fsdp.activation_checkpointing")
+    if how.keep_attention and how.kind == "full" and kernel not in ("auto", "sdpa"):
+        message = f"keep_attention is not possible with {kernel} attention: use auto or sdpa"
+        yield Problem(message, "fsdp.activation_checkpointing")
 
 
 def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield the problems between the keys of `adapter`, `model.trainable` and `export`."""
     adapter, model = recipe.adapter, recipe.model
     if adapter.kind and model.trainable:
         yield Problem("has no effect with an adapter: name modules in adapter.modules_to_save", "model.trainable")
-    for library in LIBRARIES.get(adapter.kind or "", ()):
+    for library in ("peft", "bitsandbytes")[: {"lora": 1, "qlora": 2}.get(adapter.kind or "", 0)]:
         yield from _missing_library(library, str(adapter.kind), "adapter.kind")
     if adapter.kind == "qlora" and adapter.use_dora:
         yield Problem("needs the norms of the unquantised weights: use adapter.kind: lora", "adapter.use_dora")
@@ -192,7 +199,6 @@ def one_row_if_packed(recipe: Recipe) -> bool:
 
 
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between keys of `data`."""
     data = recipe.data
     fields = (*data.format.fields, *data.format.optional)
     if data.path is None:
@@ -207,7 +213,6 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between a format with or without pairs, the objective, and what would divide pairs."""
     data = recipe.data
     if not data.format.is_paired:
         if recipe.train.objective == "dpo":
@@ -245,7 +250,6 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
 
 
 def _window_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between `data.window` and what needs all of the data before the first step."""
     data = recipe.data
     needs_all = {
         "data.sources": bool(data.sources),
@@ -260,7 +264,6 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems with names of sources in `data.eval` and `eval.best_of`."""
     data, best_of, held_out = recipe.data, recipe.eval.best_of, recipe.data.eval or {}
     names = [source.name for source in sources_of(data)]
     if "source" in held_out and not data.sources:
@@ -278,7 +281,6 @@ def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if the optimizer's library is not installed, or its moments too coarse for their decay."""
     kind = recipe.optim.name
     if library := kind.traits.library:
         yield from _missing_library(library, library, "optim.name")
@@ -295,7 +297,6 @@ FLOAT8_MULTIPLE = 16  # of the sizes of a product in float8
 
 
 def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between `train.float8` and other keys."""
     kind, adapter, dtypes = recipe.train.float8, recipe.adapter.kind, recipe.fsdp.mixed_precision
     if kind is None:
         return
@@ -323,12 +324,7 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between keys of `fsdp` and `parallel`, and with those of the model and the data."""
-    strategy, kernel = recipe.fsdp.strategy, recipe.model.attn_implementation
-    size, seq_len = recipe.parallel.context, recipe.data.seq_len
-    yield from _recomputation_problems(recipe)
-    if size > 1 and kernel not in ("auto", "sdpa"):
-        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
+    strategy, size, seq_len = recipe.fsdp.strategy, recipe.parallel.context, recipe.data.seq_len
     if size > 1 and seq_len % size:
         yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
     if recipe.fsdp.mixed_precision.param_dtype == "float16" and recipe.model.dtype != "float32":
@@ -337,16 +333,6 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         message = f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: use reduce"
         yield Problem(message, "fsdp.accumulation")
-
-
-def _recomputation_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems between the keys of `fsdp.activation_checkpointing`, and with the attention kernel."""
-    path, kernel, how = "fsdp.activation_checkpointing", recipe.model.attn_implementation, recipe.fsdp.recomputation
-    for name in ("offload", "keep_attention"):
-        if getattr(how, name) and how.kind != "full":
-            yield Problem(f"{name} has no effect with kind: {how.kind}: use kind: full", path)
-    if how.keep_attention and how.kind == "full" and kernel not in ("auto", "sdpa"):
-        yield Problem(f"keep_attention is not possible with {kernel} attention: use auto or sdpa", path)
 
 
 def may_hold_shards(strategy: Strategy, offload: bool) -> bool:

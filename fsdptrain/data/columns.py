@@ -14,9 +14,9 @@ from itertools import chain, groupby, islice
 from typing import Any
 
 from fsdptrain.config.formats import Format, as_conversation, guess_format
+from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.schema import Data
-from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.readers import BATCH_ROWS, READ_ON, Source, broken_rows_error, type_name, without_nulls
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened

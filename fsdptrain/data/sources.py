@@ -20,8 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.paths import JSON_LINES, DataPath, data_kind, is_hub_data, matching_paths, places
-from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.cache import QUICKLY_READ, READ_BYTES, cached_folder
 from fsdptrain.data.readers import (
     BEGIN,

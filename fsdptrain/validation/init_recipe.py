@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
 from fsdptrain.config.schema import Data, Treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
-from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.pack import fill_sequences
 from fsdptrain.data.sources import first_source, held_out_files

@@ -19,7 +19,7 @@ import yaml
 from support import ROOT
 
 from fsdptrain.config import rules
-from fsdptrain.config.keys import KEYS, SECTIONS, accepts, flat, json_schema, key_of, value_at
+from fsdptrain.config.keys import KEYS, SECTIONS, RecipeLoader, accepts, flat, json_schema, key_of, value_at
 from fsdptrain.config.names import (
     FOREIGN_NAMES,
     FOREIGN_VALUES,
@@ -31,7 +31,6 @@ from fsdptrain.config.names import (
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.syntax import RecipeLoader
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
 from fsdptrain.plan.plan import make_plan

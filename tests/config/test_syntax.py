@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fsdptrain.config.syntax import RecipeLoader, yaml_text
+from fsdptrain.config.keys import RecipeLoader, yaml_text
 
 # What one of the readers takes for something else if it is written without quotes.
 AMBIGUOUS = st.sampled_from(["1e-5", "010", "12:30:45", "yes", "Null", "~", "", "1_0", "0x1f", "=", "<<", "2026-11-23"])

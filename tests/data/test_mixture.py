@@ -177,7 +177,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train four steps of a mixture on one rank; return the recipe."""
     tmp = tmp_path_factory.mktemp("mixture")
     recipe = a_recipe(
-        tmp, *WEIGHTED, data__eval={"fraction": 0.1}, launch__nproc_per_node=1, log__tensorboard=True,
+        tmp, *WEIGHTED, data__eval={"fraction": 0.1}, launch__nproc_per_node=1, log__trackers=["tensorboard"],
         data__max_rows=100,
     )  # fmt: skip
     done = fsdptrain("run", recipe)

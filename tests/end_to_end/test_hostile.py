@@ -544,7 +544,7 @@ def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
         train__steps=2,
         train__loss="plain",
         launch__nproc_per_node=1,
-        log__tensorboard=True,
+        log__trackers=["tensorboard"],
     )
     secrets = dict.fromkeys(NAMES, WORD)
     with_flag = fsdptrain("run", recipe, "--trust-remote-code", **secrets)

@@ -48,8 +48,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     """Run six steps over two ranks to the end, with evaluation, checkpoints and TensorBoard."""
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
-        tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2,
-        log__profile={"steps": [2, 3]}, eval__prompts=["First Citizen:"], eval__max_new_tokens=4,
+        tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, checkpoint__keep=2,
+        log__trackers=["tensorboard"], log__profile={"steps": [2, 3]}, eval__prompts=["First Citizen:"], eval__max_new_tokens=4,
     )  # fmt: skip
     return tmp, fsdptrain("run", recipe)
 

@@ -74,6 +74,6 @@ def recipe(root: Path) -> dict[str, Any]:
         "eval": {"every": 2},
         "checkpoint": {"every": EVERY, "keep": KEEP, "keep_best": 1},
         "export": {"dtype": "float32", "compare": False},
-        "log": {"tensorboard": False, "forecast": False},
+        "log": {"trackers": [], "forecast": False},
         "launch": {"nproc_per_node": 1, "timeout_s": 200},
     }  # fmt: skip

@@ -37,7 +37,9 @@ def planned(tmp: Path, **changes: Any) -> Plan:
         tokenizer.save_pretrained(base)
     model = {"id": str(base), "init": "pretrained"}
     changes |= {"export": {"compare": False}}  # without a dtype, which a separate adapter does not have
-    return make_plan(load(write_recipe(tmp, model=model, log__tensorboard=True, **changes)), Topology("cpu", 1, 1))
+    return make_plan(
+        load(write_recipe(tmp, model=model, log__trackers=["tensorboard"], **changes)), Topology("cpu", 1, 1)
+    )
 
 
 def exported(plan: Plan, adapter: bool = False) -> None:

@@ -224,7 +224,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_shows_the_curves_of_a_run_is_said(tmp_path: Path) -> None:
-    run = Written(tmp_path, log__tensorboard=True)
+    run = Written(tmp_path, log__trackers=["tensorboard"])
     run.start()
     assert run.status()["trackers"] == {} and "curves" not in run.shown()
     run.rundir.trackers.mkdir()
