@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.config.reader import load
-from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import loss as chunked_loss
@@ -42,6 +41,7 @@ from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train import pace, trainer
 from fsdptrain.train import step as engine_module
+from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer

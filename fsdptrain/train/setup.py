@@ -45,7 +45,6 @@ from fsdptrain.checkpoint.nodes import (
 from fsdptrain.checkpoint.resume import changes_since, recipe_key, too_few_steps
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.schedule import length_note, warmup_note
 from fsdptrain.data.corpus import Corpus, Mixture, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
@@ -73,7 +72,7 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted, ranks_text
-from fsdptrain.train.optim import make_optimizer, set_step, start_state
+from fsdptrain.train.optim import length_note, make_optimizer, set_step, start_state, warmup_note
 from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.export_check import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.schedule import learning_rate
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
@@ -28,6 +27,7 @@ from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
 from fsdptrain.train.nonfinite import find_sources, find_weights
+from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.pace import NOTICED_S, Pace, StopPoll, count_within
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.profiling import Recording

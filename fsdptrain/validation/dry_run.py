@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 
-from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
@@ -40,6 +39,7 @@ from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import counted, duration
+from fsdptrain.train.optim import warmup_note
 from fsdptrain.validation.data import check_data, choose
 from fsdptrain.validation.findings import Findings
 from fsdptrain.validation.machine import check_machine

@@ -49,7 +49,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
         tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, checkpoint__keep=2,
-        log__trackers=["tensorboard"], log__profile={"steps": [2, 3]}, eval__prompts=["First Citizen:"], eval__max_new_tokens=4,
+        log__trackers=["tensorboard"], log__profile={"steps": [2, 3]},
+        eval__prompts=["First Citizen:"], eval__max_new_tokens=4,
     )  # fmt: skip
     return tmp, fsdptrain("run", recipe)
 

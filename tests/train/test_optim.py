@@ -25,11 +25,19 @@ from torch.nn.functional import pad
 
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import OptimizerKind, padded_columns
-from fsdptrain.config.schedule import learning_rate, length_note, warmup_note, warmup_steps
 from fsdptrain.config.schema import Model, Optim, Recipe, Schedule
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.train.optim import assert_dtypes, make_optimizer, set_step, start_state
+from fsdptrain.train.optim import (
+    assert_dtypes,
+    learning_rate,
+    length_note,
+    make_optimizer,
+    set_step,
+    start_state,
+    warmup_note,
+    warmup_steps,
+)
 
 OPTIM = Optim(lr=1.0)
 TABLES_OF_VALUES = ("qmap1", "qmap2")  # of bitsandbytes
