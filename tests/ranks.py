@@ -33,8 +33,7 @@ from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model import nf4
-from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.units import base_name
+from fsdptrain.model.units import base_name, weights_of
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology

@@ -366,7 +366,7 @@ def write_folder(
     """
     wanted = skeleton_in_dtype(unsharded, dtype)
     state = saved_state(wanted)
-    headers = {name: Header(each.get_shape(), each.get_dtype())[...] for name, each in carried.items()}
+    headers = {name: Header(each)[...] for name, each in carried.items()}
     expected = {**tensors_in_files(wanted), **headers}
 
     def fill(scratch: Path) -> int:

@@ -44,7 +44,7 @@ from fsdptrain.checkpoint.nodes import check_space, report_full_disk
 from fsdptrain.checkpoint.resume import resume_problems
 from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint, shards_of, share_of_copy
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
-from fsdptrain.parallel.offload import pin_memory
+from fsdptrain.parallel.recompute import pin_memory
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import read_losses

@@ -29,8 +29,7 @@ from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
 from fsdptrain.errors import CheckpointError, listed
-from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.units import trained_state
+from fsdptrain.model.units import trained_state, weights_of
 from fsdptrain.parallel.world import first_row
 from fsdptrain.run_folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
 from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath

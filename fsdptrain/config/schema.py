@@ -71,9 +71,8 @@ class Model:
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
         "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
-        "supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto: that, else "
-        "flash_attention_2 if it is installed and supports these batches, else sdpa (on a CPU in tiles if that is "
-        "faster), else eager",
+        "supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto: that, else sdpa "
+        "(on a CPU in tiles if that is faster), else eager",
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import masking_utils
 
-from fsdptrain.model import recurrence
+from fsdptrain.model import patches as of_model
 from fsdptrain.model.patches import documents_of, torch_operators
 
 RELIES_ON = {
@@ -62,7 +62,7 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     - `ShardingPropagator._propagate_tensor_meta_non_cached` runs operators at *global* shape, to learn the shapes of
       results: this is not part of the step.
     - `find_packed_sequence_indices` cannot read fake position ids, and reports all of them as packed.
-    - `recurrence.within_documents` cannot read fake bounds: each row is one document, as in attention.
+    - `model.patches.within_documents` cannot read fake bounds: each row is one document, as in attention.
     - Fake memory of the host cannot be pinned: it counts as pinned.
     - `_chunk_with_empty` splits a parameter for all ranks, of which only rank 0's part is used: 512 fake chunks take
       a while. A list of one chunk fails if another is used.
@@ -82,7 +82,7 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     with (
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
-        mock.patch.object(recurrence, "within_documents", within_rows),
+        mock.patch.object(of_model, "within_documents", within_rows),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: True),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),

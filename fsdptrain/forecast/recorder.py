@@ -51,7 +51,7 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
     c10d._allgather_base_.default: ("all-gather", 0),
     c10d.allgather_.default: ("all-gather", 0),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", 1),
-    c10d.alltoall_base_.default: ("reduce-scatter", 1),  # see shard.GlooReduceScatter
+    c10d.alltoall_base_.default: ("reduce-scatter", 1),  # see shard._GlooReduceScatter
     c10d.allreduce_.default: ("all-reduce", 0),
     c10d.broadcast_.default: ("broadcast", 0),
 }

@@ -27,9 +27,8 @@ from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
-from fsdptrain.model.parameters import model_flops, weights_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import bytes_in_host
+from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, varied

@@ -29,17 +29,16 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.errors import RecipeError, error_summary, listed
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
-from fsdptrain.model.parameters import expert_count
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta, seed_of
 from fsdptrain.model.units import (
     Unit,
     base_name,
     beside_text,
+    expert_count,
     full_name,
     is_adapter,
     names_by_parameter,
-    token_parameters,
 )
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.files import openable
@@ -57,13 +56,13 @@ def adapted_name(model: Any, name: str) -> str:
     return full_name(owner, key)
 
 
-def _is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
-
-
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the modules of peft that hold a layer and its adapter, by the name of the layer."""
     return {name: module for name, module in model.named_modules() if _is_adapted(module)}
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def adapted_weight(name: str, layer: Any) -> str:
@@ -102,7 +101,12 @@ def freeze(model: Any, recipe: Recipe) -> Any:
         trained = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
         trained |= {id(param) for name, param in model.named_parameters() if is_adapter(name)}
     elif recipe.model.trainable:
-        trained = {id(param) for param in _trainable(model, recipe.model.trainable)}
+        trained, params = set(), dict(model.named_parameters(remove_duplicate=False))  # a tied weight has several names
+        for pattern in recipe.model.trainable:
+            matched = {id(param) for name, param in params.items() if _matches(name, pattern)}
+            if not matched:
+                raise RecipeError(f"model.trainable: {pattern!r} matches no parameter{_nearest(pattern, params)}")
+            trained |= matched
     else:
         return model
     model.float32_names = {adapted_name(model, name) for name in model.float32_names}
@@ -123,23 +127,8 @@ def freeze(model: Any, recipe: Recipe) -> Any:
     return model
 
 
-def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
-    """Return the parameters that `model.trainable` names."""
-    params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has several names
-    found: list[nn.Parameter] = []
-    for pattern in patterns:
-        matched = [param for name, param in params.items() if _matches(name, pattern)]
-        if not matched:
-            raise RecipeError(f"model.trainable: {pattern!r} matches no parameter{_nearest(pattern, params)}")
-        found += matched
-    return found
-
-
 def layers_in_nf4(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the layers of a skeleton, with adapters or without, whose weights the recipe quantises: name → layer.
-
-    Raises RecipeError if it should quantise some, but the model has none.
-    """
+    """Return the layers whose weights the recipe quantises, by name; raises RecipeError if there are none."""
     layers = _frozen_linear_layers(model, recipe)
     found = {name: layer for name, layer in layers.items() if is_quantisable(layer)}
     if recipe.adapter.kind == "qlora" and not found:
@@ -154,16 +143,15 @@ def unquantised_note(model: Any, recipe: Recipe) -> str | None:
     """Return a sentence on the linear layers that the recipe would quantise and cannot; None if there are none."""
     layers = _frozen_linear_layers(model, recipe)
     left = [name for name, layer in layers.items() if not is_quantisable(layer)]
+    if not left:
+        return None
     return (
         f"{len(left)} of {len(layers)} linear layers stay in {recipe.fsdp.mixed_precision.param_dtype}, because the "
         f"number of their inputs is not a multiple of {BLOCK}: {listed(left, 2)}"
-        if left
-        else None
     )
 
 
 def _frozen_linear_layers(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the linear layers that the recipe quantises if their shapes fit, none without qlora: name → layer."""
     if recipe.adapter.kind != "qlora":
         return {}
     with without_adapters(model):
@@ -178,11 +166,7 @@ def quantised_ids(model: Any, recipe: Recipe) -> set[int]:
 
 
 def _targets(model: Any, recipe: Recipe, whole: list[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the layers, and of the tensors of experts, that get an adapter, as the model lists them.
-
-    `whole` are the modules that are trained as a whole. Raises RecipeError for a name that matches nothing, and for a
-    layer that cannot be trained or merged with an adapter.
-    """
+    """Return the names of the layers, and of the tensors of experts, that get an adapter, as the model lists them."""
     adapter, head = recipe.adapter, model.get_output_embeddings()
     # A linear layer that does more than multiply gets none: llama4's router also chooses experts.
     plain = (nn.Linear.forward, Conv1D.forward, NF4Linear.forward)
@@ -247,28 +231,21 @@ def check_experts_in_one_unit(model: Any, units: list[Unit]) -> None:
 
 
 def _modules_to_save(model: Any, recipe: Recipe) -> list[str]:
-    """Return the names of the modules that are trained as a whole; raises RecipeError for one that cannot be.
-
-    peft opens no list of modules, and no linear layers beside a base in 4 bits.
-    """
+    """Return the names of the modules that are trained as a whole; raises RecipeError for one that cannot be."""
     found: list[str] = []
     modules = {name: module for name, module in model.named_modules() if name}
-    allowed = [
-        name
-        for name, module in modules.items()
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and [*module.parameters()]
-    ]
     for wanted in recipe.adapter.modules_to_save:
         matched = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
         if not matched:
             raise RecipeError(
-                f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, allowed)}"
+                f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, modules)}"
             )
-        if unfit := [name for name in matched if name not in allowed]:
-            raise RecipeError(
-                f"adapter.modules_to_save: {unfit[0]} has no parameters, or is a list of modules, which peft cannot "
-                "open: name other modules, or modules in it"
-            )
+        for name in matched:
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)) or not [*modules[name].parameters()]:
+                raise RecipeError(
+                    f"adapter.modules_to_save: {name} has no parameters, or is a list of modules, which peft cannot "
+                    "open: name other modules, or modules in it"
+                )
         found += matched
     if shared := _shared(model, found):
         raise RecipeError(
@@ -301,27 +278,22 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_pattern(name: str) -> bool:
-    """Return whether a name in a recipe is a pattern, which must match a whole name."""
     return bool(set("*?[") & set(name))
 
 
-def _nearest(pattern: str, names: Any) -> str:
+def _nearest(pattern: str, names: Iterable[str]) -> str:
     """Return a hint with the names nearest to a pattern: whole ones, or their last words without layer numbers."""
-    wider = next(
-        (p for p in (f"*{pattern}", f"{pattern}*", f"*{pattern}*") if any(_matches(n, p) for n in names)), None
-    )
-    if wider and _is_pattern(pattern):
-        return f": a pattern must match the whole name; did you mean {wider!r}?"
-    ends = [name.removesuffix(".weight").rpartition(".")[2] for name in names]
-    ends = [end for end in ends if not end.isdigit()]
-    near = get_close_matches(pattern, dict.fromkeys([*ends, *names]), n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(set(ends))[:12])}"
+    if _is_pattern(pattern):
+        return ": a pattern must match the whole name"
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    near = get_close_matches(pattern, sorted({*ends, *names}), n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(ends)[:12])}"
 
 
 def inject(model: Any, recipe: Recipe, targets: list[str], experts: list[str], whole: list[str]) -> None:
     """Let peft add the adapters, on the meta device; its weights are set by `start_adapters` or by a checkpoint.
 
-    `targets` are the layers that get one, `experts` the tensors of experts that do, and `whole` the modules that are
+    `targets` are the layers that get one, `experts` the tensors of experts that do. `whole` are the modules that are
     trained as a whole. Raises RecipeError for what peft refuses.
     """
     adapter, name = recipe.adapter, str(recipe.model.id)
@@ -425,7 +397,7 @@ def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[torch.Tensor
     folder = plan.recipe.adapter.from_
     if folder is not None:
         check_adapter_file(model, Path(folder))
-        for name, tensor in _saved_tensors(model, Path(folder)):
+        for name, tensor in saved_tensors(model, Path(folder)):
             copy_own_rows(model.get_parameter(name), tensor)
         return
     for name, param in model.named_parameters():
@@ -457,38 +429,17 @@ def check_adapter_file(model: Any, folder: Path) -> None:
             f"adapter.from: cannot read {path}: {error_summary(error)}; copy the file again, or export the adapter "
             "again"
         ) from None
-    for key, name in copies_of_base(model, found.keys() - expected.keys()).items():
-        expected[key] = tuple(model.get_parameter(adapted_name(model, name)).shape)
-        if found[key] != expected[key]:
-            raise RecipeError(
-                f"adapter.from: {path} has a copy of the base's {name} of shape {found[key]}, and the model needs "
-                f"{expected[key]}, so its base had other tokens: merge both with peft, and name the result in model.id"
-            )
     if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
         key = wrong[0]
         raise RecipeError(
             f"adapter.from: {path} does not fit {type(model).__name__}: {key} is {found.get(key, 'missing')}, the "
-            f"model needs {expected.get(key, 'no such tensor')}; name the model of this adapter in model.id"
+            f"model needs {expected.get(key, 'no such tensor')}; name the model of this adapter in model.id, or merge "
+            "both with peft if its file has copies of the embedding or the head"
         )
 
 
-def copies_of_base(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Return the tensors of an adapter's file that peft has copied from its base: key → name in the model without it.
-
-    It saves the embedding, and the head, if they have an adapter or its caller has asked for it.
-    """
-    names = {base_name(name) for name in token_parameters(model) if not is_adapter(name)}
-    return {key: name for key in sorted(keys) if (name := base_name(key.removeprefix(PREFIX))) in names}
-
-
-def check_adapter_values(model: Any, folder: Path) -> None:
-    """Raise RecipeError if a file that `check_adapter_file` accepts has values that are not finite."""
-    for _ in _saved_tensors(model, folder):
-        pass
-
-
-def _saved_tensors(model: Any, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a trained parameter, its values) from a folder that peft has written; raises RecipeError."""
+def saved_tensors(model: Any, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trained parameters in a folder of peft as (name, values); raises RecipeError if some are not finite."""
     path = folder / ADAPTER_WEIGHTS
     with safe_open(path, framework="pt") as opened:
         for name, key in saved_names(model).items():
@@ -513,10 +464,7 @@ def saved_names(model: Any) -> dict[str, str]:
 
 
 def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the weight of an adapted layer with its adapter added, computed by peft in float32.
-
-    `layer` is the layer of a skeleton; `adapter` has its adapter's tensors by their names inside the layer.
-    """
+    """Return a weight with its adapter, tensors by their names inside a skeleton's `layer`, added in float32."""
     base = "base_layer"
     while _is_adapted(layer.get_submodule(base)):
         base += ".base_layer"

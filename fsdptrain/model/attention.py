@@ -2,8 +2,7 @@
 
 On a CPU it is `tiles`. On a GPU it is torch's `varlen` operator, each document by itself, if that computes the model.
 Where rows have one document it is torch's sdpa, if that is cuDNN (Hopper and Blackwell): padding is at their end, and
-causality hides it from the tokens before it, so that no mask is needed. Else it is sdpa or eager with a mask, or
-flash_attention_2.
+causality hides it from the tokens before it, so that no mask is needed. Else it is sdpa or eager with a mask.
 
 Behind the varlen operator is FlashAttention 2, which torch has built in.
 `torch.nn.attention.activate_flash_attention_impl` puts another one behind it, for the whole process: autograd,
@@ -13,18 +12,12 @@ or a window. So a short trial on the device decides.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-from dataclasses import dataclass
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch.nn import attention as of_torch
-from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.config.optimizers import HALF
-from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import Problem, RecipeError, error_summary
 from fsdptrain.model import varlen
@@ -45,10 +38,10 @@ def choose_attention(
 ) -> tuple[Plan, Any]:
     """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
 
-    sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
-    recipe's batches allow: varlen, flash_attention_2, sdpa, eager. Instead of varlen it is sdpa where torch's sdpa is
-    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process. `has_flash`
-    is whether a card that is not in this process has FlashAttention: those before Ampere do not.
+    sdpa becomes varlen where that applies; auto becomes varlen, or what transformers chooses: sdpa or eager. Instead of
+    varlen it is sdpa where torch's sdpa is cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default
+    on those of this process. `has_flash` is whether a card that is not in this process has FlashAttention: those before
+    Ampere do not.
     """
     model = plan.recipe.model
     bare = skeleton(config, model)
@@ -56,7 +49,7 @@ def choose_attention(
         return plan, bare
     if plan.context > 1:
         check_context(plan, bare, has_flash)
-    kernels = {part._attn_implementation for part in config_parts(bare.config)}
+    kernels = _kernels(bare)
     # A model of several parts may support sdpa in some of them only.
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
     if kernel == "sdpa" and has_flash and obstacle(plan, bare) is None:
@@ -65,38 +58,21 @@ def choose_attention(
             bare.set_attn_implementation(kernel := "sdpa")
     elif model.attn_implementation == "sdpa":
         return plan, bare
-    # The package's operators cannot be kept when layers are recomputed.
-    elif (
-        flash_fits(plan)
-        and is_flash_attn_2_available()
-        and not plan.recipe.fsdp.recomputation.keep_attention
-        and not card_obstacle()
-    ):
-        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
-        with contextlib.suppress(RecipeError):  # the architecture does not support it
-            return flash, skeleton(config, flash.recipe.model)
     return varied(plan, {"model.attn_implementation": kernel}), bare
+
+
+def _kernels(bare: Any) -> set[str]:
+    return {part._attn_implementation for part in config_parts(bare.config)}
 
 
 def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
     """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
-    parts = {part._attn_implementation for part in config_parts(bare.config)}
-    reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else obstacle(plan, bare)
+    kernels = _kernels(bare)
+    reason = f"its attention is {', '.join(sorted(kernels))}" if kernels != {"sdpa"} else obstacle(plan, bare)
     reason = reason or (None if has_flash else "this card has no FlashAttention")
     reason = reason or sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
     if reason:
         raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
-
-
-def flash_fits(plan: Plan) -> bool:
-    """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
-    half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
-    return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
-
-
-def supports_flash(model: Any) -> bool:
-    """Return whether a model's architecture supports flash_attention_2."""
-    return bool(model._supports_flash_attn)
 
 
 _obstacles: dict[str, str | None] = {}  # class and configuration of a model → what `obstacle` found
@@ -115,7 +91,7 @@ def obstacle(plan: Plan, bare: Any) -> str | None:
         return reason
     if on_gpu and plan.recipe.fsdp.mixed_precision.param_dtype == "float32":
         return "it computes in bfloat16, not in float32"
-    if not supports_flash(bare):
+    if not bare._supports_flash_attn:
         return f"transformers declares no flash attention for {type(bare).__name__}"
     kind = f"{type(bare).__name__} {bare.config.to_json_string()}"
     if kind not in _obstacles:
@@ -124,10 +100,7 @@ def obstacle(plan: Plan, bare: Any) -> str | None:
 
 
 def card_obstacle() -> str | None:
-    """Return why FlashAttention does not run on a GPU of this process, None if it does or if no GPU is here.
-
-    torch's own and the package's refuse such cards only when they are called: `mha_fwd` in flash_api.cpp.
-    """
+    """Return why FlashAttention does not run on a GPU of this process, None if it does or if no GPU is here."""
     capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=LEAST_CAPABILITY)
     if capability >= LEAST_CAPABILITY:
         return None
@@ -166,7 +139,8 @@ def _cudnn_computes(plan: Plan, bare: Any) -> bool:
     if plan.context > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
         return False
     return all(
-        each.size == each.of_values <= CUDNN_HEAD and each.size % 8 == 0 and not each.window for each in heads_of(bare)
+        size == of_values <= CUDNN_HEAD and size % 8 == 0 and not has_window
+        for _, _, size, of_values, has_window in heads_of(bare)
     )
 
 
@@ -181,9 +155,9 @@ def avoid_wrong_kernel(seq_len: int) -> None:
 
 # ----------------------------------------------------------------------------------------------- FlashAttention 3 and 4
 
-FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
 BEST_FLASH = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
 FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+PACKAGES = {"FA3": "flash-attn-3", "FA4": "flash-attn-4"}
 INSTALL = {  # PyPI has no builds of FlashAttention 3; torch's index has them for CUDA 12.6, 12.8 and 13.0
     "FA3": "for CUDA 13 (for 12, replace cu130 by cu128 or cu126): pip install flash-attn-3 --no-deps --index-url "
     "https://download.pytorch.org/whl/cu130",
@@ -196,18 +170,9 @@ TOLERANCE = 0.02  # relative, of a norm: bf16 rounds attention by 0.5%
 
 def installed_flash(major: int) -> list[str]:
     """Return the implementations that are installed and run on a GPU of this major compute capability, best first."""
-
-    def is_installed(module: str) -> bool:  # without importing it or what contains it
-        package, *inner = module.split(".")
-        spec = importlib.util.find_spec(package)
-        folders = (spec.submodule_search_locations or []) if spec else []
-        return spec is not None and (
-            not inner or any(Path(folder, *inner).with_suffix(".py").exists() for folder in folders)
-        )
-
     if not hasattr(of_torch, "activate_flash_attention_impl"):  # torch 2.11 may not have it
         return []
-    return [name for name in BEST_FLASH.get(major, ()) if is_installed(FLASH_MODULES[name])]
+    return [name for name in BEST_FLASH.get(major, ()) if [*metadata.distributions(name=PACKAGES[name])]]
 
 
 def flash_note(major: int) -> str | None:
@@ -255,39 +220,30 @@ def restore_flash() -> None:
         of_torch.restore_flash_attention_impl()
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The heads of an attention layer: how many for queries and for keys, their elements, and whether it has a window.
-
-    `of_values` are the elements of a head of values.
-    """
-
-    queries: int
-    keys: int
-    size: int
-    of_values: int
-    window: bool
+# How many heads an attention layer has for queries, and for keys; the elements of such a head, and of one of values;
+# and whether it has a window.
+Heads = tuple[int, int, int, int, bool]
 
 
 def heads_of(bare: Any) -> set[Heads]:
     """Return the different heads of a skeleton, from its own forward on a CPU in the varlen kernel."""
     _, _, calls = run_in_varlen(bare, [0, 1, 2])
-    return {Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window is not None) for q, k, v, _, window in calls}
+    return {(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window is not None) for q, k, v, _, window in calls}
 
 
 def check_heads(heads: Heads, device: torch.device) -> None:
     """Raise RuntimeError if attention with these heads has a wrong result or gradient on `device`, in bf16."""
+    queries, keys, size, of_values, has_window = heads
     random = torch.Generator().manual_seed(0)
-    shapes = [(heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.of_values)]
-    inputs = [torch.randn(1, sum(LENGTHS), n, size, generator=random).bfloat16() for n, size in shapes]
-    upstream = torch.randn(1, sum(LENGTHS), heads.queries, heads.of_values, generator=random).bfloat16()
+    shapes = [(queries, size), (keys, size), (keys, of_values), (queries, of_values)]
+    *inputs, upstream = (torch.randn(1, sum(LENGTHS), *shape, generator=random).bfloat16() for shape in shapes)
     documents, longest = document_bounds([LENGTHS])
 
     def computed(on: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v = (x.to(on, dtype).transpose(1, 2).requires_grad_() for x in inputs)
         out, _ = varlen.attend_within_documents(
             torch.nn.Module(), q, k, v, None, documents=documents.to(on), longest_document=longest,
-            sliding_window=WINDOW if heads.window else None,
+            sliding_window=WINDOW if has_window else None,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), upstream.to(on, dtype))]
 
@@ -296,4 +252,4 @@ def check_heads(heads: Heads, device: torch.device) -> None:
     for what, a, b in zip(("result", "dq", "dk", "dv"), found, exact, strict=True):
         error = float((a.cpu().float() - b).norm() / b.norm())
         if not error <= TOLERANCE:
-            raise RuntimeError(f"for {heads} its {what} has an error of {error:.1%}")
+            raise RuntimeError(f"for heads of {heads} its {what} has an error of {error:.1%}")

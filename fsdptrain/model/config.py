@@ -72,7 +72,7 @@ TIES = "tie_word_embeddings"
 MTP_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
 
 
-def set_special_token(config: Any, name: str, value: int | None) -> None:
+def _set_special_token(config: Any, name: str, value: int | None) -> None:
     """Set a special token; None changes nothing where the architecture requires a number."""
     with contextlib.suppress(StrictDataclassFieldValidationError):
         setattr(config, name, value)
@@ -97,9 +97,9 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     """Return the configuration of `model.config` if it has a `model_type`, else that of `model.id` with its overrides.
 
     `vocab_size` is the tokenizer's, or None if a dry run could not load it. It is the default of the vocabulary size in
-    `model.config`, which must not be smaller, because tokens would have no embedding; that of `model.id` grows by
-    `model.add_tokens` if it has no room for them. Raises RecipeError for keys that the architecture does not have, and
-    NoModel if the size of the vocabulary is unknown.
+    `model.config`, which must not be smaller; that of `model.id` grows by `model.add_tokens` if it has no room for
+    them. Raises RecipeError for keys that the architecture does not have, and NoModel if the size of the vocabulary is
+    unknown.
     """
     # Read the configuration, under the names that this version of transformers has for its keys.
     model = plan.recipe.model
@@ -108,7 +108,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     if kind is not None:
         with recipe_errors(f"model.config: no architecture {kind!r}"):
             known = AutoConfig.for_model(kind)
-        overrides = translate_overrides(overrides, known)
+        overrides = _translate_overrides(overrides, known)
         text = _text_overrides(overrides, known)
         if vocab_size is None and "vocab_size" not in text:
             raise NoModel("model.config.vocab_size: unknown without the tokenizer; set it to plan without one")
@@ -117,17 +117,14 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
             config = known = AutoConfig.for_model(kind, **overrides)
     else:
         known = read_config(str(model.id), model.revision, plan.trust_remote_code)
-        settings = getattr(known, "quantization_config", None)
-        if plan.pretrained and settings:
-            settings = settings if isinstance(settings, dict) else settings.to_dict()
+        if plan.pretrained and getattr(known, "quantization_config", None):
             raise RecipeError(
-                f"model.id: the weights of {model.id} are stored quantised ({settings.get('quant_method')}), which "
-                "cannot be read: name the model that they were made from; adapter.kind: qlora quantises weights while "
-                "it reads them"
+                f"model.id: the weights of {model.id} are stored quantised, which cannot be read: name the model that "
+                "they were made from; adapter.kind: qlora quantises weights while it reads them"
             )
-        overrides = translate_overrides(overrides, known)
+        overrides = _translate_overrides(overrides, known)
         with recipe_errors("model.config"):
-            config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
+            config = type(known).from_dict(_apply_overrides(known, overrides)) if overrides else known
     # Layers for multi-token prediction are in the files, behind all of the decoder layers there.
     depth, of_files = (layer_values(each.get_text_config(), "num_hidden_layers") for each in (config, known))
     if not plan.pretrained or depth != of_files:
@@ -141,17 +138,13 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         for part in config_parts(config):
-            set_special_token(part, "pad_token_id", None)
+            _set_special_token(part, "pad_token_id", None)
     _check_config(plan, config, overrides, vocab_size)
     return config
 
 
 def _check_config(plan: Plan, config: Any, overrides: dict[str, Any], vocab_size: int | None) -> None:
-    """Raise RecipeError if no model can be built, or the recipe is beyond its limits; `vocab_size` as in `load_config`.
-
-    Also for keys without effect. A mixture's auxiliary loss is a product of two means over the global batch: a
-    micro-batch cannot compute it.
-    """
+    """Raise RecipeError if no model can be built, the recipe is beyond its limits, or keys have no effect."""
     for part in config_parts(config):
         for name, largest in LIMITS.items():
             for size in layer_values(part, name):
@@ -162,6 +155,7 @@ def _check_config(plan: Plan, config: Any, overrides: dict[str, Any], vocab_size
     text = config.get_text_config()
     if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
         raise RecipeError("model.config.sliding_window: no effect without use_sliding_window: true")
+    # A mixture's auxiliary loss is a product of two means over the global batch: a micro-batch cannot compute it.
     if getattr(text, "output_router_logits", False):
         raise RecipeError(
             f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed; "
@@ -185,10 +179,10 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
 
     peft opens it on `model.id`, with the `config.json` that is there, and knows nothing of `model.config`.
     """
-    model, adapter = plan.recipe.model, plan.recipe.adapter
+    model = plan.recipe.model
     nearby = "model_type" not in model.config or Path(str(model.id)).is_dir()  # a dry run downloads nothing
     as_it_is = not model.config and not model.add_tokens
-    if adapter.kind is None or plan.recipe.export.adapter == "merged" or as_it_is or not nearby:
+    if plan.recipe.adapter.kind is None or plan.recipe.export.adapter == "merged" or as_it_is or not nearby:
         return
     # The number of positions of the base need not suffice for the sequences of the recipe.
     base = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None)
@@ -207,16 +201,14 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
 
 def announced_mtp(config: Any) -> int | None:
     """Return how many layers for multi-token prediction a configuration announces; None if it has no such key."""
-    counts = [
-        vars(part).get(name) for part in config_parts(config) for name in vars(part) if MTP_LAYERS.fullmatch(name)
-    ]
-    return max((count for count in counts if isinstance(count, int)), default=None)
+    values = [item for part in config_parts(config) for item in vars(part).items()]
+    return max((n for name, n in values if MTP_LAYERS.fullmatch(name) and isinstance(n, int)), default=None)
 
 
 def announce_no_mtp(config: Any) -> None:
     """Let a configuration announce no layers for multi-token prediction: the exported files will have none."""
     for part in config_parts(config):
-        for name in [name for name in vars(part) if MTP_LAYERS.fullmatch(name)]:
+        for name in filter(MTP_LAYERS.fullmatch, [*vars(part)]):
             setattr(part, name, 0)
 
 
@@ -247,12 +239,8 @@ def own_code(model: Any) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
-    """Return overrides of the configuration `known` under the names that this version of transformers has for them.
-
-    Keys of older files (`rope_theta`, `rope_scaling`) keep their meaning. Raises RecipeError for a key that the
-    architecture does not have.
-    """
+def _translate_overrides(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
+    """Return overrides of the configuration `known` under the names that this version of transformers has for them."""
     found: dict[str, Any] = {}
     for name, value in overrides.items():
         inner = getattr(known, name, None)
@@ -265,7 +253,7 @@ def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "mod
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise RecipeError(f"{field}.{name}: {known.model_type} has no such key{hint}")
         if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
-            value = translate_overrides(value, inner, f"{field}.{name}")
+            value = _translate_overrides(value, inner, f"{field}.{name}")
         found[known.attribute_map.get(name, name)] = value
     old = {name: value for name, value in overrides.items() if name in OLD_ROPE and name not in found}
     if old or isinstance(found.get("rope_parameters"), dict):
@@ -274,10 +262,7 @@ def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "mod
 
 
 def _is_read(known: Any, name: str) -> bool:
-    """Return whether the architecture's code in transformers reads a key that its configuration does not declare.
-
-    `head_dim` is such a key in some fifty architectures: a published config.json has it, and the code asks for it.
-    """
+    """Return whether the architecture's code reads a key that its configuration does not declare, as `head_dim`."""
     code = importlib.util.find_spec(type(known).__module__.replace("configuration_", "modeling_"))
     if code is None or code.origin is None:
         return False
@@ -288,14 +273,10 @@ def _is_read(known: Any, name: str) -> bool:
 def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any, field: str) -> dict[str, Any]:
     """Return the rotary parameters of older keys (`old`) or of `rope_parameters` (`new`), else those of `known`."""
     there = known.rope_parameters or {}
-    if old and new is not None:
-        raise RecipeError(f"{field}.{next(iter(old))}: rope_parameters is set, too: remove one of the two")
-    if any(isinstance(one, dict) for one in there.values()):
-        if old:
-            raise RecipeError(
-                f"{field}.{next(iter(old))}: {known.model_type} has rotary parameters for each type of layer: write "
-                f"rope_parameters: {there}"
-            )
+    several = any(isinstance(one, dict) for one in there.values())
+    if old and (several or new is not None):
+        raise RecipeError(f"{field}.{next(iter(old))}: remove it, and set all in rope_parameters: {there}")
+    if several:
         return new or {}
     given = dict(new or old.get("rope_scaling") or {})
     if "type" in given:
@@ -307,7 +288,7 @@ def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any
     return {**kept, **given, **theta}
 
 
-def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def _apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration `known`, and those inside it, as a dict with `overrides` applied.
 
     With fewer layers, lists with an entry for each layer are cut; with more, the architecture sets them.
@@ -324,7 +305,7 @@ def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     for key, value in overrides.items():
         inner = getattr(known, key, None)
         nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
-        whole[key] = apply_overrides(inner, value) if nested else value
+        whole[key] = _apply_overrides(inner, value) if nested else value
     return whole
 
 
@@ -399,17 +380,12 @@ def own_classes(name: str, revision: str | None, trusted: bool, field: str = "mo
     if fault := unpinned_code(name, revision):
         raise RecipeError(f"{field}: {fault}")
     if foreign := [each for each in named.values() if "--" in each]:
-        way_out = ": without --trust-remote-code a class of transformers is used" if known else ""
-        raise RecipeError(f"{field}: {foreign[0]} is code of another repository, which no revision pins{way_out}")
+        raise RecipeError(f"{field}: {foreign[0]} is code of another repository, which no revision pins")
     return named
 
 
 def read_config(name: str, revision: str | None, trusted: bool) -> Any:
-    """Return the configuration in a model's files; its own classes that are used run their code.
-
-    They are registered: from then on everything in this process that builds or reads this model, the export too, uses
-    them. Raises RecipeError as `own_classes` does.
-    """
+    """Return the configuration in a model's files; its own classes that are used run, and are registered."""
     own = own_classes(name, revision, trusted)
     with recipe_errors(f"model.id: cannot read the configuration of {name!r}"), hub_errors("model.id", name):
         config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=bool(own))
@@ -441,7 +417,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     tokenizer.init_kwargs = {key: value for key, value in tokenizer.init_kwargs.items() if key != "auto_map"}
     kwargs = prompt_source(plan.recipe.data).data.chat_template_kwargs
     turn_end = end_of_turn(tokenizer, kwargs) if plan.trains_chat and tokenizer.chat_template else None
-    align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
+    _align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
     with scratch_folder() as scratch:
         if type(model).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):  # the folder needs the model's own code
@@ -454,7 +430,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
         install_assets(scratch, folder)
 
 
-def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:
+def _align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:
     """Set the special tokens of both configurations, in place, to the tokenizer's.
 
     `own`: the tokenizer is the model's own. Then tokens that it does not define keep the model's values, and every end
@@ -465,7 +441,7 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
             wanted, there = getattr(tokenizer, name), getattr(part, name, None)
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
             if not keep:
-                set_special_token(part, name, wanted)
+                _set_special_token(part, name, wanted)
     ends = [*_as_list(tokenizer.eos_token_id), *_as_list(turn_end)]
     if own:
         ends += [*_as_list(generation.eos_token_id), *_as_list(config.get_text_config().eos_token_id)]
@@ -483,17 +459,15 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
 def special_token_conflicts(folder: Path) -> list[str]:
     """Return how config, generation config and tokenizer of a Hugging Face folder disagree on special tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    generation = GenerationConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    files = [("config.json", part) for part in config_parts(config)] + [("generation_config.json", generation)]
-    faults = []
-    for name in SPECIAL_TOKENS:
-        wanted = getattr(tokenizer, name)
-        for file, part in files:
-            found = _as_list(getattr(part, name, None))
-            if wanted is not None and wanted not in found:
-                faults.append(f"{name}: the tokenizer has {wanted}, {file} {found[0] if len(found) == 1 else found}")
-    return faults
+    files = [("config.json", part) for part in config_parts(config)]
+    files.append(("generation_config.json", GenerationConfig.from_pretrained(folder)))
+    return [
+        f"{name}: the tokenizer has {wanted}, {file} {getattr(part, name, None)}"
+        for name in SPECIAL_TOKENS
+        for file, part in files
+        if (wanted := getattr(tokenizer, name)) is not None and wanted not in _as_list(getattr(part, name, None))
+    ]
 
 
 def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
@@ -507,10 +481,9 @@ def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
 
 
 def end_of_turn(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> int | None:
-    """Return the special token that ends an assistant's turn in the chat template; None without one.
+    """Return the special token that ends an assistant's turn in the chat template, where generation must stop.
 
-    A model that is trained to end its turns with it must stop there when it generates. None if the end-of-sequence
-    token ends the turn.
+    None without one, and if the end-of-sequence token ends the turn.
     """
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
     try:
@@ -528,10 +501,7 @@ def _as_list(value: Any) -> list[int]:
 
 
 def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
-    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one.
-
-    Raises OSError if there is one that cannot be read.
-    """
+    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one."""
     name, plain = plan.recipe.model.id, copy.deepcopy(model.generation_config)
     if name is None:
         return plain

@@ -29,10 +29,7 @@ ROUTED = re.compile(r"(^|\.)(gate|experts|\w*router\w*)(\.|$)")
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the plain linear layers of the decoder layers of a model that compute in bf16: name → layer.
-
-    Without `ROUTED`. The model may be sharded: FSDP gives a module a class that is derived from its own.
-    """
+    """Return the plain linear layers of the decoder layers that compute in bf16, sharded or not, without `ROUTED`."""
     return {
         f"{layer}.{name}": module
         for layer, decoder in decoder_layers(model)
@@ -44,15 +41,11 @@ def _linear_layers(model: Any) -> dict[str, nn.Linear]:
 
 
 def _fits(layer: nn.Linear) -> bool:
-    """Return whether the kernels can multiply with the weight of a layer."""
     return layer.in_features % FLOAT8_MULTIPLE == layer.out_features % FLOAT8_MULTIPLE == 0
 
 
 def layers_in_float8(model: Any, recipe: Recipe) -> dict[str, nn.Linear]:
-    """Return the layers of a skeleton that the recipe computes in float8: name → layer.
-
-    Raises RecipeError if it should compute some, but the model has none.
-    """
+    """Return the layers that the recipe computes in float8 by name; raises RecipeError if it should, but finds none."""
     if recipe.train.float8 is None:
         return {}
     if found := {name: layer for name, layer in _linear_layers(model).items() if _fits(layer)}:
@@ -101,10 +94,7 @@ def convert_to_float8(model: Any, recipe: Recipe, emulate: bool) -> None:
 
 
 def _torchao() -> Any:
-    """Return `torchao.float8`, which the package hides from other libraries, without warnings at its import.
-
-    They are of kernels that torch cannot load here, and that nothing here uses.
-    """
+    """Return `torchao.float8`, which is hidden from other libraries, without warnings of kernels that nothing uses."""
     if sys.modules.get("torchao", True) is None:
         del sys.modules["torchao"]
     before = logging.root.manager.disable

@@ -97,10 +97,7 @@ class AdaptedExperts(ParamWrapper):
 
 
 class _Adapted(torch.autograd.Function):
-    """x · Wᵀ + bias + scale · dropped · Aᵀ · Bᵀ, where W and the bias get no gradient; `dropped` is x if it is None.
-
-    `x` is [..., in], the result [all rows, out].
-    """
+    """x · Wᵀ + bias + scale · dropped · Aᵀ · Bᵀ [all rows, out]; W and bias get no gradient; `dropped` is x if None."""
 
     @staticmethod
     def forward(

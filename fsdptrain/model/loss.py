@@ -2,13 +2,12 @@
 
 The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 logits, log-softmax and gradient. Here the
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
-time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
+time and in the memory of its logits. Only its products with the weight and the hidden states are kept. With
+torch.compile, all rows of a chunk are one kernel or two.
 
-A loss that is no plain sum over tokens needs the log-probability of each label first. Its backward computes the logits
-of a chunk again. Such a loss is DPO (Rafailov et al., arXiv:2305.18290). A pair's terms need sums over its two answers.
-They are computed in float64: differences of sums of hundreds are small.
-
-With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
+A loss that is no plain sum over tokens, as DPO (Rafailov et al., arXiv:2305.18290), needs the log-probability of each
+label first. Its backward computes the logits of a chunk again. Sums over answers are computed in float64: differences
+of sums of hundreds are small.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.nn import functional
 
 from fsdptrain.config.schema import Dpo
 from fsdptrain.data.corpus import IGNORED, Batch
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.model.varlen import Exchange
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
@@ -40,9 +39,8 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
 
     With divisor=None it returns the log-probability of each label, float32 [tokens], 0 where it is IGNORED. Labels
     belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before. FSDP's
-    hooks run around `__call__` and so around this: the head is called, gathered and reduced once, as before.
-    `compiled`: what is between the products of a chunk is compiled. Raises RecipeError for an architecture that does
-    not apply a linear head to its hidden states.
+    hooks run around `__call__` and so around this. `compiled`: what is between the products of a chunk is compiled.
+    Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
     """
     decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
@@ -74,23 +72,24 @@ def after_head(model: Any) -> AfterHead:
     It is the architecture's own forward, with stand-ins for decoder and head that return their input: no list of
     architectures is needed. Raises RecipeError if the architecture's code does not allow this.
     """
-    if _before_head(model) is model or not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise _refused(model, "is not a decoder and a linear head")
-    seen: list[torch.Tensor] = []
+
+    def refused(reason: str) -> RecipeError:
+        return RecipeError(f"train.loss: chunked cannot be computed: {type(model).__name__} {reason}; use plain")
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden)
         return hidden
 
+    if _before_head(model) is model or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise refused("is not a decoder and a linear head")
+    seen: list[torch.Tensor] = []
     given = torch.zeros(1, 1)
     try:
         _forward_around(model, watched)(given)
     except Exception as error:  # any error of the architecture's code: the plain loss still works
-        raise _refused(
-            model, f"does not run with stand-ins for decoder and head ({type(error).__name__}: {error})"
-        ) from None
+        raise refused(f"does not run with stand-ins for decoder and head ({error_summary(error)})") from None
     if len(seen) != 1 or seen[0].untyped_storage() is not given.untyped_storage():  # computed from the input
-        raise _refused(model, "computes something between its decoder and its head")
+        raise refused("computes something between its decoder and its head")
     return _forward_around(model, lambda hidden: hidden)
 
 
@@ -136,32 +135,21 @@ class _DecoderOutput(tuple[torch.Tensor]):
 
 
 def _copy_with_stand_ins(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
-    """Return a shallow copy of a module in which modules are replaced by `stand_ins` (id of a module → stand-in)."""
     twin = copy.copy(module)
     for name, child in module.named_children():  # what is in `__dict__` hides a child of this name
         twin.__dict__[name] = stand_ins.get(id(child)) or _copy_with_stand_ins(child, stand_ins)
     return twin
 
 
-def _refused(model: Any, reason: str) -> RecipeError:
-    return RecipeError(f"train.loss: chunked cannot be computed: {type(model).__name__} {reason}; use plain")
-
-
 def cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    divisor: Divisor,
-    after: AfterHead,
-    gradients: ToGradients | None = None,
-) -> torch.Tensor:
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: Divisor,
+    after: AfterHead, gradients: ToGradients | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the cross-entropy of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
     `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `labels` is [T]. The
-    result is a float32 scalar. The division happens here, not in the caller, so that gradients are divided before they
-    are rounded to bf16, as in plain PyTorch: without it, softmax minus 1 is close to -1 for nearly every label, and all
-    of these would be rounded in the same direction. `gradients` is `to_gradients` if it is None.
+    result is a float32 scalar. The division happens here so that gradients are divided before they are rounded to bf16:
+    softmax minus 1 is close to -1 for nearly every label, and all of these would be rounded in the same direction.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(
@@ -181,9 +169,9 @@ SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
 def loss_chunks(tokens: int, hidden: int) -> int:
     """Return into how many chunks the chunked loss splits the tokens of a micro-batch.
 
-    With n chunks the logits of one take 2·V·T/n bytes (in bf16). With more than one chunk, the weight's gradient takes
-    6·V·H bytes: a float32 sum, and the product that is added to it. So up to 6·H tokens one chunk needs the least
-    memory and is the fastest. Beyond, chunks have the length at which their logits are as large as the gradient.
+    With n chunks the logits of one take 2·V·T/n bytes (in bf16), and the weight's gradient 6·V·H bytes if n > 1: a
+    float32 sum, and the product that is added to it. So up to 6·H tokens one chunk needs the least memory. Beyond,
+    chunks have the length at which their logits are as large as the gradient.
     """
     return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
 
@@ -204,9 +192,7 @@ def _chunks(
     return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-softmax in float32, in newly allocated memory."""
-    return functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+_log_softmax = functools.partial(functional.log_softmax, dim=-1, dtype=torch.float32)  # in newly allocated memory
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -214,15 +200,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        divisor: Divisor,
-        after: AfterHead,
-        gradients: ToGradients,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        divisor: Divisor, after: AfterHead, gradients: ToGradients,
+    ) -> torch.Tensor:  # fmt: skip
         scale = (labels != IGNORED) / divisor
         total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, after, gradients)
         ctx.save_for_backward(*grads)
@@ -242,14 +222,9 @@ class _LabelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        after: AfterHead,
-        gradients: ToGradients,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        after: AfterHead, gradients: ToGradients,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.after, ctx.gradients = after, gradients
         rows = loss_rows(weight.shape[0], hidden.device.type)
@@ -272,15 +247,9 @@ class _LabelLogProbs(torch.autograd.Function):
 
 
 def _loss_and_gradients(
-    needs: tuple[bool, ...],
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    scale: torch.Tensor,
-    after: AfterHead,
-    gradients: ToGradients,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    needs: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    labels: torch.Tensor, scale: torch.Tensor, after: AfterHead, gradients: ToGradients,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Return the summed loss, and the gradients of hidden states, weight and bias that are needed.
 
     `scale` float32 [T] multiplies the gradient of each token's loss, not the loss.
@@ -304,10 +273,7 @@ def _loss_and_gradients(
 
 
 def to_gradients(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead) -> torch.Tensor:
-    """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, each row times `scale` [n].
-
-    Only a few rows at a time are in float32.
-    """
+    """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, each row times `scale` [n]."""
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for piece, wanted, factor in zip(logits.split(rows), labels.split(rows), scale.split(rows), strict=True):
@@ -316,20 +282,16 @@ def to_gradients(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
 
 
 def _overwrite(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    scale: torch.Tensor,
-    after: AfterHead,
-    loss_and_gradient: Callable[..., Any],
+    logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead, loss_and_gradient: Any
 ) -> torch.Tensor:
     """Do what `to_gradients` does, for all rows at once; `loss_and_gradient` is that of `after(logits)`."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         final = after(leaf)
+    loss: torch.Tensor
     loss, grad = loss_and_gradient(_log_softmax(final.detach()), labels, scale)
     logits.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
-    total: torch.Tensor = loss
-    return total
+    return loss
 
 
 def _loss_and_gradient(

@@ -96,7 +96,7 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     """Return the layers of a skeleton that transformers would hand to bitsandbytes, by name.
 
     They are all linear layers except the head, those that are tied to the embedding or kept in float32, and experts.
-    The model may have adapters: a layer that is kept in float32 then has another name, and adapters are linear layers.
+    The model may have adapters.
     """
     head = model.get_output_embeddings()
     last = [*model.named_parameters()][-1][0]  # of some architectures it is another head
@@ -156,8 +156,7 @@ def dynamic_code() -> torch.Tensor:
 class RowQuantizer:
     """Quantises the rows that this rank reads, as transformers reads them: it has the interface of an `HfQuantizer`.
 
-    transformers then reads one tensor after another. What depends on all rows, the second quantisation, is left to
-    `finish`, which is collective.
+    What depends on all rows, the second quantisation, is left to `finish`, which is collective.
     """
 
     pre_quantized = False

@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
+import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading, masking_utils
 from transformers.integrations import hub_kernels
@@ -27,7 +31,6 @@ RELIES_ON = {
     "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"906fc60c30b3": "5.23.0"},
     "transformers.masking_utils.find_packed_sequence_indices": {"ebd2ac7ca795": "5.23.0"},
     # Used as they are: by skeleton and weights,
-    "transformers.PreTrainedModel._initialize_weights": {"f61be38943fe": "5.23.0"},  # the flag `_is_hf_initialized`
     "transformers.PreTrainedModel._get_dtype_plan": {"9ef80238ec5a": "5.23.0"},
     "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": {"82ffcc857800": "5.24.0"},
     "transformers.PreTrainedConfig._attn_implementation": {"0ecad559168e": "5.23.0"},
@@ -44,8 +47,6 @@ RELIES_ON = {
         "0552340bc519": "2.15.0",
     },
     "torch.ops.torch_attn._varlen_attn_backward.default": {"e39279965701": "2.11.0 2.13.0", "3aa89126d8b1": "2.15.0"},
-    # which transformers calls without a mask, because it has no mask function.
-    "transformers.masking_utils._preprocess_mask_arguments": {"df23eb733c6e": "5.23.0", "606823244fa4": "5.24.0"},
 }
 
 
@@ -56,10 +57,9 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 @contextlib.contextmanager
 def dtensors_stay_on_their_device() -> Iterator[None]:
-    """Let transformers build DTensors from local tensors without moving them.
+    """Let transformers build DTensors from local tensors without moving them: with `fsdp.cpu_offload` to the GPU.
 
-    Replaces `transformers.core_model_loading._dtensor_from_local_like`, which calls `DTensor.from_local`: that moves
-    a tensor to the device of the mesh, but the weights of `fsdp.cpu_offload` must stay in host memory.
+    Replaces `transformers.core_model_loading._dtensor_from_local_like`, which calls `DTensor.from_local`.
     """
 
     with mock.patch.object(core_model_loading, "_dtensor_from_local_like", dtensor_like):
@@ -86,8 +86,7 @@ def use_torch_operators() -> None:
     """Let state space models and linear attention run transformers' own torch code from now on, in this process.
 
     Replaces `transformers.integrations.hub_kernels.is_torchdynamo_exporting`. Where causal_conv1d, fla and mamba_ssm
-    are installed, transformers calls them on any device, although they need a GPU; only while a model is exported does
-    it call its own code.
+    are installed, transformers calls them on any device, although they need a GPU, unless a model is exported.
     """
     hub_kernels.is_torchdynamo_exporting = lambda: True
 
@@ -102,8 +101,7 @@ def torch_operators() -> Iterator[None]:
 def find_documents_without_waiting(packed: bool) -> None:
     """Build masks without waiting for the device from now on, in this process; `packed` as in `documents_of`.
 
-    Replaces `transformers.masking_utils.find_packed_sequence_indices`. The original reads the position ids of every
-    micro-batch to find out whether any row has several documents.
+    Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the position ids.
     """
     masking_utils.find_packed_sequence_indices = functools.partial(documents_of, packed=packed)
 
@@ -121,3 +119,125 @@ def documents_of(position_ids: torch.Tensor, packed: bool) -> torch.Tensor | Non
 VARLEN_FORWARD, VARLEN_BACKWARD = (
     torch.ops.torch_attn._varlen_attn.default, torch.ops.torch_attn._varlen_attn_backward.default
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- recurrences and convolutions, each document by itself
+
+BOUNDS = {  # a kernel → the dimension of the tokens in its tensors, and its argument for the bounds of documents
+    "causal_conv1d_fn": (2, "seq_idx"),
+    "chunk_gated_delta_rule": (1, "cu_seqlens"),
+    "chunk_kda": (1, "cu_seqlens"),
+    "mamba_chunk_scan_combined": (1, "seq_idx"),
+    "mamba_split_conv1d_scan_combined": (1, "seq_idx"),
+}
+UNBOUNDED = ("mamba_inner_fn", "selective_scan_fn")  # kernels without such an argument
+
+
+@dataclass(frozen=True)
+class SequenceKernel:
+    """A kernel for training: its name, its distribution, and whether that is installed and takes bounds."""
+
+    name: str
+    distribution: str
+    usable: bool
+
+
+def accept_documents(model: nn.Module) -> list[SequenceKernel]:
+    """Let the recurrences of a model compute each document alone where they get `packed_documents`, in this process.
+
+    transformers calls the kernel of a package, or a function in torch that stands in for it. Kernels take bounds of
+    documents, but stand-ins ignore or refuse them. So this replaces functions in the modules of the model's classes, as
+    the argument reaches them in every architecture that hands its own to its layers. Returns the kernels of these
+    modules, also those that take no bounds.
+    """
+    found = []
+    for module_name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
+        for name, function in list(vars(sys.modules[module_name]).items()):
+            if kernel := _kernel_of(function):
+                found.append(kernel)
+                if kernel.name in BOUNDS and not hasattr(function, "without_bounds"):
+                    setattr(sys.modules[module_name], name, _taking_documents(function, kernel.name))
+    return found
+
+
+def _kernel_of(function: Any) -> SequenceKernel | None:
+    """Return the kernel that transformers calls in place of a function, None if it has none for training.
+
+    `use_kernel_func_from_hub_with_fallback` keeps it in its closure. With other names there nothing is found: packed
+    documents are then refused.
+    """
+    function = getattr(function, "without_bounds", function)
+    if not (inspect.isfunction(function) and hasattr(function, "__wrapped__")):
+        return None
+    known = inspect.getclosurevars(function).nonlocals
+    name, package = known.get("func_name"), known.get("package")
+    if package is None or not (name in BOUNDS or name in UNBOUNDED):
+        return None
+    usable = known.get("implementation", function.__wrapped__) is not function.__wrapped__
+    usable &= name in BOUNDS and BOUNDS[name][1] in known["applicable_params"]
+    return SequenceKernel(name, {"fla": "flash-linear-attention"}.get(package, package.replace("_", "-")), usable)
+
+
+def _taking_documents(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, packed_documents: torch.Tensor | None = None, **options: Any) -> Any:
+        if packed_documents is None:
+            return function(*args, **options)
+        return within_documents(function, name, packed_documents, *args, **options)
+
+    wrapped.without_bounds = function  # type: ignore[attr-defined]
+    return wrapped
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def within_documents(function: Any, name: str, bounds: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Return what a function computes for each document of some rows by itself, for the kernel `name`.
+
+    Tensors with more than two dimensions have the rows in their first. `bounds`, int32 [N+1], count the tokens of all
+    rows. Where it returns a last state too, which training does not use, that is None.
+    """
+    dim = BOUNDS[name][0]
+    rows, tokens = args[0].shape[0], args[0].shape[dim]
+
+    def in_one_row(value: Any) -> Any:
+        """Return a tensor as one row of all tokens, [1, B·S, …] if `dim` is 1; others as they are."""
+        if not (isinstance(value, torch.Tensor) and value.ndim > 2):
+            return value
+        return value.transpose(1, dim).flatten(0, 1)[None].transpose(1, dim)
+
+    args, options = tuple(map(in_one_row, args)), {key: in_one_row(value) for key, value in options.items()}
+    compute = one_after_another if bounds.device.type == "cpu" else in_kernel
+    out = compute(function, name, bounds, args, options)
+    if out is not None:
+        out = out.transpose(1, dim)[0].unflatten(0, (rows, tokens)).transpose(1, dim)
+    return (out, None) if "output_final_state" in options else out
+
+
+def in_kernel(function: Any, name: str, bounds: torch.Tensor, args: Any, options: dict[str, Any]) -> Any:
+    """Return the result for one row of all tokens from the kernel, which gets the documents' bounds or numbers."""
+    dim, argument = BOUNDS[name]
+    documents = bounds
+    if argument == "seq_idx":
+        at = torch.arange(args[0].shape[dim], dtype=bounds.dtype, device=bounds.device)
+        documents = torch.searchsorted(bounds[1:], at, right=True, out_int32=True)[None]
+    return _result_of(function(*args, **{**options, argument: documents}))
+
+
+def one_after_another(function: Any, name: str, bounds: torch.Tensor, args: Any, options: dict[str, Any]) -> Any:
+    """Return the result for one row of all tokens from transformers' function in torch, called for every document."""
+    dim, stand_in, results = BOUNDS[name][0], inspect.unwrap(function), []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        if start == end:
+            continue
+
+        def part(value: Any, start: int = start, end: int = end) -> Any:
+            tokens = isinstance(value, torch.Tensor) and value.ndim > 2
+            return value.narrow(dim, start, end - start) if tokens else value
+
+        own = {key: part(value) for key, value in options.items()}
+        results.append(_result_of(stand_in(*map(part, args), **own)))
+    return None if results[0] is None else torch.cat(results, dim)  # None: only the kernel computes it
+
+
+def _result_of(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) else found

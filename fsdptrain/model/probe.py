@@ -1,11 +1,10 @@
 """Find out by a run which tokens of a model see one another; there is no list of architectures.
 
 Whether it computes a document alone as it does among others, whether the varlen kernel computes it without a mask, and
-whether ranks can compute parts of a row. Only position ids separate the documents of a sequence, and some architectures
-ignore them (bloom, state space models); some choose their rotary frequencies by the longest position of a micro-batch;
-some are not causal. The architecture runs in its own sizes, but with one layer of each kind, random weights that take
-no memory, and a selection of the inputs instead of every large product: this takes about a second on a CPU for a model
-of any size.
+whether ranks can compute parts of a row. Some architectures ignore position ids, some choose their rotary frequencies
+by the longest position of a micro-batch, some are not causal. The architecture runs in its own sizes, but with one
+layer of each kind, random weights that take no memory, and a selection of the inputs instead of every large product:
+this takes about a second on a CPU for a model of any size.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from transformers import AttentionInterface
 
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.model import recurrence, varlen
-from fsdptrain.model.patches import torch_operators
+from fsdptrain.model import patches, varlen
 from fsdptrain.model.units import decoder_layers
 
 SMALL = 2**16  # elements of a weight; products with larger ones are not computed
@@ -48,14 +46,14 @@ class Probe:
     def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
         """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
-        self.recurrences = recurrence.accept_documents(model)
+        self.recurrences = patches.accept_documents(model)
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
-        kinds = {id(layer): layer_kind(layer) for _, layer in decoder_layers(model)}
+        kinds = {id(layer): _layer_kind(layer) for _, layer in decoder_layers(model)}
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and all(id(layer) in kinds for layer in module):
                 there = [kinds[id(layer)] for layer in module]
                 del module[max((there.index(kind) for kind in there), default=0) + 1 :]
-        fill_cheaply(model, compute)
+        _fill_cheaply(model, compute)
 
     def same(self, rows: list[list[int]], document: slice, packed: bool = False) -> bool:
         """Return whether a document in the first row gets the same logits as alone.
@@ -72,7 +70,7 @@ class Probe:
 
     def bounds_reach_recurrences(self) -> bool:
         """Return whether the model passes the bounds of documents on to any recurrence. Raises what it raises."""
-        with mock.patch.object(recurrence, "within_documents", side_effect=_Reached):
+        with mock.patch.object(patches, "within_documents", side_effect=_Reached):
             try:
                 self.logits([[0, 1, 2]], packed_documents=bounds_of([[0, 1, 2]]))
             except _Reached:
@@ -90,7 +88,7 @@ class Probe:
         ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
         if document:
             ids, positions = ids[:1, document], positions[:1, document]
-        with torch.no_grad(), torch_operators(), CheapProducts(), _one_thread():
+        with torch.no_grad(), patches.torch_operators(), _CheapProducts(), _one_thread():
             found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
         return found[0].float()
 
@@ -102,7 +100,6 @@ def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread: products of a few tokens are small, and waiting for the threads of other ranks takes seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,7 +114,7 @@ def bounds_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor([i for i, position in enumerate(positions) if not position] + [len(positions)]).int()
 
 
-def layer_kind(layer: nn.Module) -> str:
+def _layer_kind(layer: nn.Module) -> str:
     """Return a text that is equal for layers that differ only by number and weights."""
     return repr([
         (type(module).__name__, sorted(
@@ -128,7 +125,7 @@ def layer_kind(layer: nn.Module) -> str:
     ])  # fmt: skip
 
 
-def fill_cheaply(model: Any, compute: torch.dtype) -> None:
+def _fill_cheaply(model: Any, compute: torch.dtype) -> None:
     """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is entry i + j of a list.
 
     Parameters get the dtype `compute`, except those that stay in float32.
@@ -147,11 +144,10 @@ def fill_cheaply(model: Any, compute: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(cheap, requires_grad=False))
 
 
-class CheapProducts(TorchFunctionMode):
+class _CheapProducts(TorchFunctionMode):
     """Replaces a product with a large weight: each of its results is one of the inputs, with a sign."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, or its replacement."""
         weight = args[1] if func in PRODUCTS and len(args) > 1 else None
         if weight is None or weight.numel() <= SMALL or weight.stride() != (1,) * weight.ndim:
             return func(*args, **(kwargs or {}))
@@ -163,16 +159,14 @@ class CheapProducts(TorchFunctionMode):
 
 # ----------------------------------------------------------------------------------------------- kernels for attention
 
-AttentionCall = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None
-]  # query, key, value, result, window
+# Query, key, value, result, window.
+AttentionCall = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None]
 
 
 def run_in_varlen(bare: Any, positions: list[int]) -> tuple[Probe, torch.Tensor, list[AttentionCall]]:
     """Run a copy of a skeleton on a row of one document in the varlen kernel, on a CPU.
 
-    Returns the copy, its logits [tokens, vocabulary], and the calls of its attention layers. Raises what the model
-    raises.
+    Returns the copy, its logits [tokens, vocabulary], and the calls of its attention. Raises what the model raises.
     """
     calls: list[AttentionCall] = []
 
@@ -190,13 +184,10 @@ def run_in_varlen(bare: Any, positions: list[int]) -> tuple[Probe, torch.Tensor,
 
 
 def varlen_obstacle(bare: Any) -> str | None:
-    """Return why the varlen kernel, which has no masks, does not compute a skeleton's model; None if it does.
-
-    The sizes are the model's own, except that windows and chunks are 2 tokens long, so that short documents exceed
-    them.
-    """
+    """Return why the varlen kernel, which has no masks, does not compute a skeleton's model; None if it does."""
     name = type(bare).__name__
     model = copy.deepcopy(bare)
+    # Windows and chunks become 2 tokens long, so that short documents exceed them.
     for owner in {id(x): x for module in model.modules() for x in (module, getattr(module, "config", None))}.values():
         for window in ("sliding_window", "attention_chunk_size"):
             if isinstance(getattr(owner, window, None), int):

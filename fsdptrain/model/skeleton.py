@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -65,9 +65,8 @@ def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: t
 
     `compute` is the dtype that parameters are cast to for compute, by default the master dtype: buffers that are in no
     file are those of a model of that dtype. The attribute `float32_names` of the result names the tensors that
-    transformers keeps in float32 in such a model, by the architecture's lists or its constructors; their master dtype
-    is float32, too. `keep_real` is as in `parameters_on_meta`. Raises RecipeError if no model can be built from the
-    configuration.
+    transformers keeps in float32 in such a model; their master dtype is float32, too. `keep_real` is as in
+    `parameters_on_meta`. Raises RecipeError if no model can be built from the configuration.
     """
     # Let transformers build the model in the compute dtype: this decides its buffers, and what stays in float32.
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
@@ -81,29 +80,28 @@ def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: t
             trust_remote_code=False,  # `load_config` has registered the classes that are trusted
         )
         if computed != torch.float32:  # as `from_pretrained` does: compute buffers in float32, then cast them
-            for module in made.modules():
-                module._is_hf_initialized = False
-            made.initialize_weights()
+            with torch.no_grad(), guard_torch_init_functions():
+                _initialise(made, made._init_weights)
     # Then give the state that is saved its master dtype.
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _kept_in_float32(made, computed)
     made.frozen_names = set()  # of parameters, by the recipe: see `adapters.freeze`
     wide = made.float32_names | _kept_in_float32(made, master)
-    cast: dict[int, Any] = {}
     for name, tensor in state.items():
         dtype = torch.float32 if name in wide else master
         if tensor.dtype != dtype:
-            made_again = tensor.detach().to(dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            cast[id(tensor)] = nn.Parameter(made_again, tensor.requires_grad) if is_parameter else made_again
-    for module in made.modules():
-        own = {"recurse": False, "remove_duplicate": False}
-        for key, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
-            if id(tensor) in cast:
-                setattr(module, key, cast[id(tensor)])
+            tensor.data = tensor.data.to(dtype)
     made.tie_weights()
     return made
+
+
+def _initialise(module: nn.Module, rules: Callable[[nn.Module], None]) -> None:
+    """Initialise a module after its children, by `_init_weights` of the innermost model that contains it."""
+    rules = module._init_weights if isinstance(module, PreTrainedModel) else rules
+    for child in module.children():
+        _initialise(child, rules)
+    rules(module)
 
 
 def skeleton_in_dtype(model: Any, dtype: str, compute: str | None = None) -> Any:
@@ -175,9 +173,8 @@ def draw_weights(
 ) -> None:
     """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
-    Every rank draws the same weights, one layer at a time, and keeps its rows: all world sizes start from the same
-    weights, and no rank holds the whole model. `mirror` is an unsharded skeleton. `copy_own_rows(parameter, whole)`
-    sets this rank's rows of a sharded parameter.
+    Every rank draws the same weights, one layer at a time, and keeps its rows. `mirror` is an unsharded skeleton.
+    `copy_own_rows(parameter, whole)` sets this rank's rows of a sharded parameter.
     """
     targets = dict(model.named_parameters())
     groups = init_groups(mirror)
@@ -187,15 +184,11 @@ def draw_weights(
         progress("initialise", done, len(groups))
 
 
-@dataclass(frozen=True)
-class InitGroup:
-    """Modules that are initialised together, children before parents: (name, module, `_init_weights` of its model)."""
-
-    name: str
-    modules: list[tuple[str, nn.Module, Callable[[nn.Module], None]]]
+# Modules that are initialised together, children before parents: (name, module, `_init_weights` of its model).
+InitGroup = list[tuple[str, nn.Module, Callable[[nn.Module], None]]]
 
 
-def init_groups(mirror: Any) -> list[InitGroup]:
+def init_groups(mirror: Any) -> dict[str, InitGroup]:
     """Split a skeleton into groups: decoder layers, children of other lists of modules, and what surrounds them.
 
     A decoder layer is one group, because `_init_weights` of a module may change its children. A module that contains
@@ -224,26 +217,25 @@ def init_groups(mirror: Any) -> list[InitGroup]:
             group = name
         for key, child in module.named_children():
             visit(full_name(name, key), child, module, rules, group)
-        key = name if group is None else group
-        groups.setdefault(key, InitGroup(key, [])).modules.append((name, module, rules))
+        groups.setdefault(name if group is None else group, []).append((name, module, rules))
 
     visit("", mirror, None, mirror._init_weights, None)
-    return [group for group in groups.values() if any([*m.parameters(recurse=False)] for _, m, _ in group.modules)]
+    return {name: group for name, group in groups.items() if any([*m.parameters(recurse=False)] for _, m, _ in group)}
 
 
-def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
+def initial_weights(mirror: Any, groups: dict[str, InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the weights of each group by name, whole and on the CPU, as `AutoModelForCausalLM.from_config` draws them.
 
     The memory is NaN before `_init_weights` runs. A parameter that is still NaN afterwards is left to its module's
-    constructor, and gets the value that it has in a new model. A tied parameter is drawn with its source, because
-    transformers ties weights after the initialisation. Raises RecipeError for a parameter that nothing initialises.
+    constructor, and gets the value that it has in a new model. A tied parameter is drawn with its source. Raises
+    RecipeError for a parameter that nothing initialises.
     """
     names = {id(param): name for name, param in mirror.named_parameters()}
     twins: dict[type[nn.Module], Any] = {}  # a class → a skeleton in which its modules have real parameters
-    for group in groups:
+    for group_name, group in groups.items():
         places = [
             (name, module, key, param)
-            for name, module, _ in group.modules
+            for name, module, _ in group
             for key, param in module.named_parameters(recurse=False)
             if full_name(name, key) not in mirror.all_tied_weights_keys
         ]
@@ -255,9 +247,9 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
             real[id(param)].__dict__.update(param.__dict__)  # flags that `_init_weights` may read
         for _, module, key, param in places:
             setattr(module, key, real[id(param)])
-        torch.manual_seed(seed_of(recipe.seed, group.name))
+        torch.manual_seed(seed_of(recipe.seed, group_name))
         with torch.no_grad():
-            for _, module, rules in group.modules:
+            for _, module, rules in group:
                 rules(module)
         for name, module, key, param in places:
             setattr(module, key, param)

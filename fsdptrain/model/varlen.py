@@ -1,15 +1,13 @@
 """Attention on CUDA, each document by itself: torch's varlen kernel behind transformers' attention interface.
 
 A micro-batch is flattened to one row of tokens, and `documents` says where each document begins. These bounds come from
-the host (`data.corpus`), so that no mask is built and nothing is searched for on the device: transformers builds a mask
-only for an attention implementation that has a mask function, and "varlen" has none. `attention.obstacle` decides
-whether a model can be computed so. The operator has a kernel for CPUs too, which is plain arithmetic: the reference for
-tests, and what `probe` runs.
+the host (`data.corpus`), and no mask is built: transformers does that only for an attention implementation that has a
+mask function, and "varlen" has none. The operator has a kernel for CPUs too, which is plain arithmetic: the reference
+for tests, and what `probe` runs.
 
 Context parallelism: ranks that share a row exchange heads for tokens around the kernel. Each of N ranks computes 1/N of
 the tokens of a row with all heads, but in attention all tokens with 1/N of the heads (DeepSpeed-Ulysses, Jacobs et al.,
-arXiv:2309.14509). Nothing else of a step changes: the loss is divided by the label tokens of the global batch and
-gradients are summed over all ranks, so that such a rank is one with other tokens.
+arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -35,41 +33,26 @@ TAKES_GROUPS = "enable_gqa" in inspect.signature(of_torch.varlen_attn).parameter
 
 
 def varlen_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor,
-    longest: int,
-    window: tuple[int, int],
-    scale: float,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, longest: int,
+    window: tuple[int, int], scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Return the attention of each document [T, H, D], by torch's operator.
 
-    This is what torch's `varlen_attn` calls, which since torch 2.15 prefers cuDNN on Hopper and Blackwell. The operator
-    by itself is FlashAttention in every version, as `attention`, the forecast and the exchange of kernels assume.
+    torch's own `varlen_attn` calls it, but since torch 2.15 prefers cuDNN on Hopper and Blackwell. The operator is
+    FlashAttention in every version, as `attention` and the forecast assume.
     """
     groups = (True,) if TAKES_GROUPS else ()
-    causal = window == (-1, 0)
     out: torch.Tensor = VARLEN_FORWARD(
-        query, key, value, documents, documents, longest, longest, causal, scale, list(window), *groups
+        query, key, value, documents, documents, longest, longest, window == (-1, 0), scale, list(window), *groups
     )[0]
     return out
 
 
 def attend_within_documents(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    documents: torch.Tensor | None = None,
-    longest_document: int = 0,
-    sliding_window: int | None = None,
-    context: Exchange | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, documents: torch.Tensor | None = None,
+    longest_document: int = 0, sliding_window: int | None = None, context: Exchange | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute causal attention within each document: transformers' attention interface.
 
     `query` is [B, H, S, D], `key` [B, G, S, D] and `value` [B, G, S, E]; returns [B, S, H, E]. `documents` int32 [N+1]
@@ -154,20 +137,14 @@ class Exchange:
 
         Key heads that N does not divide are repeated.
         """
-        queries = tensors[0].shape[1]
-
-        def repeats_of(heads: int) -> int:
-            """Return how often heads are repeated so that they divide among the ranks, and queries among them."""
+        queries, parts = tensors[0].shape[1], []  # [N, B, S/N, H/N, D]
+        for x in tensors:
+            heads = x.shape[1]
+            # Heads must divide among the ranks, and queries among heads.
             wanted = math.lcm(heads, self.ranks)
-            return wanted // heads if queries % wanted == 0 else queries // heads
-
-        parts = [
-            x.repeat_interleave(repeats_of(x.shape[1]), dim=1)
-            .transpose(1, 2)
-            .unflatten(2, (self.ranks, -1))
-            .permute(2, 0, 1, 3, 4)
-            for x in tensors
-        ]  # [N, B, S/N, H/N, D]
+            repeats = wanted // heads if queries % wanted == 0 else queries // heads
+            split_heads = x.repeat_interleave(repeats, dim=1).transpose(1, 2).unflatten(2, (self.ranks, -1))
+            parts.append(split_heads.permute(2, 0, 1, 3, 4))
         received: torch.Tensor = AllToAll.apply(torch.cat([x.flatten(3) for x in parts], dim=3), self.group)
         rows = received.permute(1, 0, 2, 3).flatten(1, 2)  # [B, S, …]: rank i has sent part i of a row
         split = rows.split([x.shape[3:].numel() for x in parts], dim=2)
@@ -185,7 +162,7 @@ class Exchange:
 class AllToAll(torch.autograd.Function):
     """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks. It is its own inverse.
 
-    torch has deprecated its own (`torch.distributed.nn.functional`) for one in a private module.
+    torch has deprecated its own for one in a private module.
     """
 
     @staticmethod
@@ -260,30 +237,17 @@ torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", _backw
 # ------------------------------------------------------------------------------------------------------ for forecasts
 
 
-def _pairs(tokens: int, longest: int, window: list[int]) -> int:
-    """Return how many pairs of a query and a key are computed if every document has `longest` tokens.
-
-    No trace has the documents of the data, so that this is an upper bound.
-    """
+def _flops(products: int, q: torch.Tensor, longest: int, window: list[int]) -> int:
+    """Return the FLOPs of some products a pair of query and key; at most, as if all documents had `longest` tokens."""
     seen = min(longest, window[0] + 1) if window[0] >= 0 else longest
-    return tokens // longest * (seen * longest - seen * (seen - 1) // 2)
+    pairs = len(q) // longest * (seen * longest - seen * (seen - 1) // 2)
+    return products * 2 * q.shape[1] * q.shape[2] * pairs
 
 
-def _forward_flops(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _bounds: Any, _same: Any, longest: int, _: int,
-    _causal: bool, _scale: float, window: list[int], *_others: Any, **_more: Any,
-) -> int:  # fmt: skip
-    return 2 * 2 * q.shape[1] * q.shape[2] * _pairs(len(q), longest, window)
-
-
-def _backward_flops(
-    grad: Any, q: torch.Tensor, k: Any, v: Any, out: Any, _sums: Any, _bounds: Any, _same: Any, longest: int, _: int,
-    _causal: bool, _state: Any, _scale: float, window: list[int], *_others: Any, **_more: Any,
-) -> int:  # fmt: skip
-    return 5 * 2 * q.shape[1] * q.shape[2] * _pairs(len(q), longest, window)
-
-
-FLOPS: dict[Any, Callable[..., int]] = {VARLEN_FORWARD: _forward_flops, VARLEN_BACKWARD: _backward_flops}
+FLOPS: dict[Any, Callable[..., int]] = {  # the arguments are those of `_forward_on_cpu` and `_backward_on_cpu`
+    VARLEN_FORWARD: lambda *args, **_: _flops(2, args[0], args[5], args[9]),
+    VARLEN_BACKWARD: lambda *args, **_: _flops(5, args[1], args[8], args[13]),
+}
 
 
 def _backward_workspace(grad: Any, q: torch.Tensor, k: torch.Tensor, *others: Any) -> int:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, str_to_torch_dtype
 
-from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.data.hub import recipe_errors, safetensors_files, same_values
 from fsdptrain.errors import RecipeError, listed
-from fsdptrain.model.adapters import copies_of_base, saved_names, without_adapters
+from fsdptrain.model.adapters import without_adapters
 from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp, config_parts
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
@@ -71,11 +69,10 @@ def read_weights(
     quantizer: RowQuantizer | None = None,
     added: Sequence[int] = (),
 ) -> None:
-    """Fill a sharded meta model from the safetensors of `model.id`; this rank reads what it keeps, its own slices.
+    """Fill a sharded meta model from the safetensors of `model.id`; this rank reads its own slices.
 
     `bare` is an unsharded skeleton. `quantizer` quantises the weights of NF4Linear layers; its `finish` must follow.
-    `added` are the ids of `model.add_tokens`, whose rows become the mean of those before them. Raises
-    RecipeError if the files do not fit the architecture.
+    `added` are the ids of `model.add_tokens`. Raises RecipeError if the files do not fit the architecture.
     """
     with _opened(safetensors_files(plan)) as slices:
         known, done = stored_names(bare, slices).known, itertools.count(1)
@@ -113,7 +110,7 @@ def check_weights(bare: Any, plan: Plan, files: list[str]) -> StoredNames:
     Raises RecipeError if `read_weights` would, or for tensors that neither the architecture nor the recipe knows.
     """
     with _opened(files) as opened:
-        slices = {name: Header(each.get_shape(), each.get_dtype()) for name, each in opened.items()}
+        slices = {name: Header(each) for name, each in opened.items()}
     ignored = plan.recipe.model.ignore_weights
     names = stored_names(bare, slices, ignored)
     known = {key: each for key, each in slices.items() if key in names.known}
@@ -192,10 +189,7 @@ def stored_names(bare: Any, keys: Iterable[str], ignored: Sequence[str] = ()) ->
 
 
 def _mtp_layer(bare: Any, name: str) -> int | None:
-    """Return the number of the layer for multi-token prediction that a tensor belongs to, from 0; None if to none.
-
-    They are called so (`mtp.fc.weight`, which counts as the first), or follow the decoder layers.
-    """
+    """Return the number, from 0, of the layer for multi-token prediction that a tensor belongs to; None if to none."""
     numbered = re.search(r"(^|\.)layers\.(\d+)\.", name)
     number = int(numbered[2]) if numbered else 0
     if re.search(r"(^|[._])mtp([._]|$)", name):
@@ -244,27 +238,6 @@ def fit_config(config: Any, bare: Any, plan: Plan, files: list[str]) -> list[str
             "export announces none"
         )
     return notes
-
-
-def check_copies(trained: Any, bare: Any, plan: Plan, files: list[str]) -> None:
-    """Raise RecipeError if the adapter to continue from has copies of weights of its base that differ from the files.
-
-    `trained` and `bare` are skeletons with and without the adapter.
-    """
-    path = Path(str(plan.recipe.adapter.from_)) / ADAPTER_WEIGHTS
-    expected, aliases = saved_names(trained).values(), _aliases(bare)
-    with _opened(files) as slices, _opened([str(path)]) as copied:
-        stored = {name: slices[key] for key, name in _loaded_names(bare, list(slices)).items()}
-        for key, name in copies_of_base(trained, copied.keys() - expected).items():
-            original = next((stored[each] for each in aliases.get(name, [name]) if each in stored), None)
-            if original is None:
-                continue  # which `check_weights` reports
-            dtypes = [str_to_torch_dtype[each.get_dtype()] for each in (copied[key], original)]
-            if not same_values(copied[key], original, min(dtypes, key=lambda dtype: dtype.itemsize)):
-                raise RecipeError(
-                    f"adapter.from: {path} has a copy of the base's {name}, whose values differ from those in "
-                    f"{plan.recipe.model.id}: name the base with these values in model.id"
-                )
 
 
 @contextlib.contextmanager
@@ -327,69 +300,41 @@ def _loaded_names(model: Any, keys: list[str]) -> dict[str, str]:
 
 
 def _fill(
-    model: Any,
-    bare: Any,
-    slices: dict[str, Any],
-    plan: Plan,
-    device: torch.device,
-    quantizer: RowQuantizer | None = None,
+    model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device, quantizer: Any = None
 ) -> None:
     """Fill `model` from the tensors of a checkpoint, slices or headers only. Raises RecipeError if they do not fit."""
     names = [*names_by_parameter(model).values()]
     info = _load(model, bare, slices, plan, device, quantizer)
     # What transformers found is an error here: a weight that is missing (under all of its names) or of another shape.
-    wrong = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
-    what = "of another shape"
-    if not wrong:
-        wrong, what = sorted(same[0] for same in names if info.missing_keys.issuperset(same)), "missing"
-    if wrong:
-        raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {listed(wrong, 3)}")
+    shapes = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
+    missing = sorted(same[0] for same in names if info.missing_keys.issuperset(same))
+    if shapes or missing:
+        wrong = f"of another shape: {listed(shapes, 3)}" if shapes else f"missing: {listed(missing, 3)}"
+        raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {wrong}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)  # to the one that was read
 
 
 def _load(
-    model: Any,
-    bare: Any,
-    slices: dict[str, Any],
-    plan: Plan,
-    device: torch.device,
-    quantizer: RowQuantizer | None = None,
+    model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device, quantizer: Any = None
 ) -> Any:
     """Let transformers put the tensors of a checkpoint into `model`; return what it reports of them.
 
     transformers maps the names and shapes in files to the model's (fused experts, for example) by class names. FSDP
     changes class names, so the mapping is made for the unsharded skeleton `bare`.
     """
+    dtype = getattr(torch, plan.recipe.model.dtype)
     settings = LoadStateDictConfig(
         device_map={"": device},
-        dtype=getattr(torch, plan.recipe.model.dtype),
-        dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
+        dtype=dtype,
+        dtype_plan=bare._get_dtype_plan(dtype),
         weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
-        hf_quantizer=quantizer,  # type: ignore[arg-type]
+        hf_quantizer=quantizer,
     )
     with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     return info
-
-
-class Header:
-    """A tensor of a file of which only shape and dtype are known; reading it gives a tensor on the meta device."""
-
-    def __init__(self, shape: list[int], dtype: str) -> None:
-        self._shape, self._dtype = shape, dtype
-
-    def get_shape(self) -> list[int]:
-        """Return the shape, as a slice of a safetensors file does."""
-        return self._shape
-
-    def get_dtype(self) -> str:
-        """Return the dtype, as a slice of a safetensors file does: `BF16`."""
-        return self._dtype
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
 
 
 class _Slice:
@@ -402,9 +347,14 @@ class _Slice:
         return getattr(self._rows, name)
 
 
-class _Transposed(_Slice):
-    """A matrix of a file with rows and columns exchanged."""
+class Header(_Slice):
+    """A tensor of a file that is read as one on the meta device: only its shape and dtype are known."""
 
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.empty(self.get_shape(), dtype=str_to_torch_dtype[self.get_dtype()], device="meta")[key]
+
+
+class _Transposed(_Slice):
     def get_shape(self) -> list[int]:
         shape: list[int] = self._rows.get_shape()
         return shape[::-1]
@@ -461,8 +411,6 @@ class _Grown(_Slice):
 
 
 class _Counted(_Slice):
-    """A tensor of a file that calls `read` whenever it is read."""
-
     def __init__(self, rows: Any, read: Callable[[], None]) -> None:
         super().__init__(rows)
         self._read = read

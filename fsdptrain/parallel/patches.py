@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -19,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -32,7 +29,7 @@ from fsdptrain.model.varlen import AllToAll
 FSDP = "torch.distributed.fsdp._fully_shard"
 
 RELIES_ON = {
-    # By `groups_of_units`: `_fsdp_param_groups`, before torch 2.13 `_fsdp_param_group`.
+    # By `_groups_of_units`: `_fsdp_param_groups`, before torch 2.13 `_fsdp_param_group`.
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": {"f2c8b4bf8e84": "2.11.0 2.13.0 2.15.0"},
     f"{FSDP}._fsdp_state.FSDPState.__init__": {"3dfb179de329": "2.11.0", "a55009d8f690": "2.13.0 2.15.0"},
     # By `keep_float32` (the constructor; since torch 2.15 each parameter has the `mp_policy`) and `NamedComm`.
@@ -47,31 +44,24 @@ RELIES_ON = {
         "8b4fc84a6685": "2.13.0",
         "db44419126ea": "2.15.0",
     },
-    "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
     "torch._C._distributed_c10d._dump_fr_trace_json": {"eaafe7d69bd1": "2.11.0 2.13.0", "f675f8e60e0a": "2.15.0"},
-    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
-    # By `recompute`, and by `forecast.recorder`. (`offload` reads `_version` of tensors, which torch has in C++.)
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group": {"96e48b9e7c4e": "2.11.0 2.13.0 2.15.0"},
+    # By `recompute` (which also reads `_version` of tensors, in C++), and by `forecast.recorder`.
     "torch.utils._python_dispatch.TorchDispatchMode.__init__": {"e4e86ae0e079": "2.11.0 2.13.0 2.15.0"},
-    # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` has one as `_node_desc_generator`.
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {
-        "ba33b372891b": "2.11.0 2.13.0 2.15.0"
-    },
 }
 
 
 def takes_two_dtypes() -> bool:
-    """Return whether a unit can have several groups of parameters, each with its own dtype: torch 2.13 and newer."""
-    return hasattr(FSDPState(), "_fsdp_param_groups")
+    """Return whether FSDP2 takes several groups of parameters in a unit, and gathers integers as they are.
 
-
-def keeps_integers() -> bool:
-    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision: torch 2.13 and newer."""
+    It does since torch 2.13. Before, a group has one dtype, to which all that is gathered is cast.
+    """
     return TorchVersion(torch.__version__) >= "2.13"
 
 
-def groups_of_units(model: nn.Module) -> dict[str, list[Any]]:
+def _groups_of_units(model: nn.Module) -> dict[str, list[Any]]:
     """Return the groups of parameters of each unit of a sharded model, by the names of the unit's modules."""
-    names: dict[FSDPState, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             names.setdefault(module._get_fsdp_state(), []).append(name or OUTERMOST)
@@ -89,10 +79,10 @@ def _groups(state: Any) -> list[Any]:
 def keep_float32(model: nn.Module, wide: set[int]) -> None:
     """Compute with the parameters of a sharded model whose ids are `wide` in float32.
 
-    FSDP2 takes one dtype for the shards of a group, before torch 2.15 also for what is gathered, and `fully_shard`
-    makes one group for each unit. But a unit may have several: these parameters get a group of their own.
+    FSDP2 takes one dtype for a group, and `fully_shard` makes one group for each unit. But a unit may have several:
+    these parameters get a group of their own.
     """
-    for groups in groups_of_units(model).values():
+    for groups in _groups_of_units(model).values():
         for group in list(groups):
             apart = [param for param in group.fsdp_params if id(param.sharded_param) in wide]
             if not apart:
@@ -118,22 +108,18 @@ def keep_float32(model: nn.Module, wide: set[int]) -> None:
 def gather_itself(param: DTensor) -> None:
     """Let a parameter of a sharded model, of which this rank has all rows, be its own gathered parameter.
 
-    By FSDP2's extensions a shard names what is gathered, here nothing, and which tensor the parameter becomes, here
-    itself. They are attributes of the local tensor, which FSDP2 reads before the first forward.
+    By FSDP2's extensions a shard names what is gathered, here nothing, and which tensor the parameter becomes.
     """
     shard: Any = param._local_tensor
+
+    def gather_nothing(mesh: Any) -> Any:
+        return (shard.new_empty(0),), shard
+
+    def become_the_shard(gathered: Any, shard: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        return (shard, ()) if out is None else None  # nothing is freed with it; an `out` was returned before
+
     if shard.storage_offset() == 0:  # FSDP2 takes the parameter from the beginning of the tensor's memory
-        shard.fsdp_pre_all_gather = functools.partial(_gather_nothing, shard)
-        shard.fsdp_post_all_gather = _become_the_shard
-
-
-def _gather_nothing(shard: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-    return (shard.new_empty(0),), shard
-
-
-def _become_the_shard(gathered: Any, shard: torch.Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
-    """Return the parameter, and nothing that is freed with it; None for an `out` that was returned before."""
-    return (shard, ()) if out is None else None
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gather_nothing, become_the_shard
 
 
 OUTERMOST = "the outermost unit"
@@ -145,8 +131,7 @@ def unit_name(module: FSDPModule) -> str:
 
 
 def _unit_of(group: Any) -> str:
-    comm = group._all_gather_comm
-    return comm.unit if isinstance(comm, NamedComm) else OUTERMOST
+    return getattr(group._all_gather_comm, "unit", OUTERMOST)
 
 
 def collective_of(frame: FrameType) -> str | None:
@@ -184,8 +169,8 @@ ISSUED: deque[Issued] = deque(maxlen=2000)  # of this process; as many as the fl
 class NamedComm:
     """A communication of FSDP2 that notes each collective with its unit in `ISSUED`, before it is issued.
 
-    `copies` is the group in which copies of the model are all-reduced, which FSDP2 does without a communication like
-    this one: the next number of that group is noted when the buffers of a reduction are allocated.
+    `copies` is the group in which copies of the model are all-reduced, without a communication like this one: its next
+    number is noted when the buffers of a reduction are allocated.
     """
 
     def __init__(self, comm: Any, kind: CollectiveKind, unit: str, copies: dist.ProcessGroup | None = None) -> None:
@@ -194,7 +179,7 @@ class NamedComm:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for a buffer."""
         if self._copies is not None:
-            self._note(self._copies, device)
+            self._note(self._copies)
         buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
         return buffer
 
@@ -202,24 +187,16 @@ class NamedComm:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *args: Any, **options: Any
     ) -> Any:
         """Issue the collective."""
-        self._note(group, output_tensor.device)
+        self._note(group)
         return self._comm(output_tensor, input_tensor, group, *args, **options)
 
-    def _note(self, group: Any, device: torch.device) -> None:
-        """Note that the next collective of a group is for this unit."""
+    def _note(self, group: Any) -> None:
+        """Note that the next collective of a group, on its default backend (NCCL if it has it), is for this unit."""
         with contextlib.suppress(RuntimeError):  # a fake group does not number its collectives
-            number = group._get_backend(device)._get_sequence_number_for_group() + 1
+            number = group._get_sequence_number_for_group() + 1
             issued = Issued(group.group_name, number, self._kind, self.unit)
             if not ISSUED or ISSUED[-1] != issued:
                 ISSUED.append(issued)
-
-
-def wrap_communications(model: nn.Module, wrap: Callable[[Any, CollectiveKind, str], Any]) -> None:
-    """Replace the communications of every unit of a sharded model by `wrap(communication, kind, unit)`."""
-    for unit, groups in groups_of_units(model).items():
-        for group in groups:
-            group._all_gather_comm = wrap(group._all_gather_comm, "all-gather", unit)
-            group._reduce_scatter_comm = wrap(group._reduce_scatter_comm, "reduction", unit)
 
 
 def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
@@ -227,16 +204,17 @@ def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None
 
     torch's flight recorder numbers the collectives, but knows no units.
     """
-    wrap_communications(
-        model, lambda comm, kind, unit: NamedComm(comm, kind, unit, copies if kind == "reduction" else None)
-    )
+    for unit, groups in _groups_of_units(model).items():
+        for group in groups:
+            group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)
+            group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", unit, copies)
 
 
 def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[str, Any]]:
     """Return the entries of a flight recorder with `collective` and `side`.
 
-    `collective` is `all-gather of model.layers.7`, or only the kind where FSDP2 has issued no collective of this kind
-    with this group and number. `side` says whether the group is the one beside the training loop.
+    `collective` is `all-gather of model.layers.7`, or only the kind where FSDP2 has not issued it. `side` says whether
+    the group is the one beside the training loop.
     """
     units = {(each.group, each.number): each for each in issued}
     found = []
@@ -245,7 +223,7 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
         kind = entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base").replace("_", "-")
         note = units.get((group, entry["collective_seq_id"]))
         if note is not None and kind in KINDS[note.kind]:
-            shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard.GlooReduceScatter`
+            shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard._GlooReduceScatter`
             kind = f"{shown} of {note.unit}"
         elif description == CONTEXT:
             kind = f"{kind} of {CONTEXT}"
@@ -254,24 +232,7 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
 
 
 def recorded_collectives() -> dict[str, dict[str, Any]]:
-    """Return backend → what torch's flight recorder has of this rank's collectives.
-
-    Each backend has a recorder of its own; that of NCCL is only in builds with CUDA.
-    """
+    """Return backend → what torch's flight recorder has of this rank's collectives; of NCCL in builds with CUDA."""
     dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
     found = {backend: getattr(_distributed_c10d, name, None) for backend, name in dumps.items()}
     return {backend: json.loads(dump()) for backend, dump in found.items() if dump}
-
-
-def allow_graphs(count: int) -> None:
-    """Let torch.compile make this many graphs of one function: above its limit, 8, a function runs uncompiled."""
-    config = torch._dynamo.config  # a setting, not a function: nothing to read
-    config.recompile_limit = max(config.recompile_limit, count)
-
-
-def mark_dynamic_arguments(arguments: Sequence[str]) -> None:
-    """Let torch.compile keep numbers and shapes of these keyword arguments as symbols; all others are static."""
-    config = torch.compiler.config  # a setting: patterns of dynamo's names, as `L['kwargs']['documents']`
-    patterns = [pattern for pattern in config.dynamic_sources.split(",") if pattern]
-    patterns += [f".*'{name}'.*" for name in arguments]
-    config.dynamic_sources = ",".join(dict.fromkeys(patterns))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ from fsdptrain.config.schema import Recomputation
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.offload import Offload, Offloaded
 from fsdptrain.parallel.patches import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -67,10 +67,7 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
 
 
 def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | None) -> Callable[..., Any]:
-    """Return the forward of a layer, which is recomputed from its input; `keep`: without its attention.
-
-    The input is the first argument. What else the layer gets belongs to all layers, and stays where it is.
-    """
+    """Return the forward of a layer, which is recomputed from its first argument; `keep`: without its attention."""
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -81,22 +78,15 @@ def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | No
                 "fsdp.activation_checkpointing: offload and keep_attention need layers that take their input as the "
                 "first argument, and this architecture names it: use full"
             )
-        kept = Kept(offload, keep)
-        with torch.autograd.graph.saved_tensors_hooks(kept.send, kept.fetch_input) if offload else _nothing():
+        kept, (x, *rest), nothing = Kept(offload, keep), args, contextlib.nullcontext
+        del args  # so that the function below has no reference to the input
+        with torch.autograd.graph.saved_tensors_hooks(kept.send, kept.fetch_input) if offload else nothing():
             return checkpoint(
-                _with_rest(forward, args[1:], kwargs), args[0], use_reentrant=False,
-                context_fn=kept.contexts if keep else lambda: (_nothing(), _nothing()),
+                lambda x: forward(x, *rest, **kwargs), x, use_reentrant=False,
+                context_fn=kept.contexts if keep else lambda: (nothing(), nothing()),
             )  # fmt: skip
 
     return recomputed
-
-
-_nothing = contextlib.nullcontext
-
-
-def _with_rest(forward: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return the forward of a layer as a function of its input alone, to which it has no reference."""
-    return lambda x: forward(x, *rest, **kwargs)
 
 
 class Kept:
@@ -113,10 +103,10 @@ class Kept:
 
     def contexts(self) -> tuple[Any, Any]:
         """Return a context for the forward of the layer, and one for its recomputation."""
-        return _active(Keeping(self)), _active(Returning(self))
+        return _active(_Keeping(self)), _active(_Returning(self))
 
     def send(self, kept: Any) -> Any:
-        """Return what stands for something that is kept: a tensor that waits in host memory, or the thing itself."""
+        """Return what is kept instead: a tensor that waits in host memory, or the thing itself."""
         if not isinstance(kept, torch.Tensor):
             return kept
         if self._offload is None or self._layer is None or kept.nbytes <= SMALL:
@@ -125,12 +115,12 @@ class Kept:
 
     def fetch(self, kept: Any) -> Any:
         """Return what `send` was given."""
-        return self._offload.fetch(kept) if self._offload and isinstance(kept, Offloaded) else kept
+        return self._offload.fetch(kept) if self._offload and isinstance(kept, _Offloaded) else kept
 
     def fetch_input(self, kept: Any) -> Any:
         """Return the input of the layer, which is about to be recomputed."""
         fetched = self.fetch(kept)
-        if isinstance(kept, Offloaded) and not self._attention:
+        if isinstance(kept, _Offloaded) and not self._attention:
             self.fetch_before()
         return fetched
 
@@ -156,7 +146,7 @@ class Kept:
         return tuple(fetched) if several else fetched[0]
 
 
-class Keeping(TorchDispatchMode):
+class _Keeping(TorchDispatchMode):
     """Keeps the results of attention operators while it is entered."""
 
     def __init__(self, kept: Kept) -> None:
@@ -164,27 +154,25 @@ class Keeping(TorchDispatchMode):
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
         result = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self.kept.keep(result)
         return result
 
 
-class Returning(Keeping):
+class _Returning(_Keeping):
     """Returns the kept results of attention operators while it is entered, instead of running them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or return its result in forward."""
         return self.kept.take() if func in ATTENTION else func(*args, **(kwargs or {}))
 
 
-_modes: list[Keeping] = []  # of the layer that computes now
+_modes: list[_Keeping] = []  # of the layer that computes now
 _keeping: list[Callable[..., Any]] = []  # attention functions that enter them
 
 
 @contextlib.contextmanager
-def _active(mode: Keeping) -> Iterator[None]:
+def _active(mode: _Keeping) -> Iterator[None]:
     """Enter a mode in each call of attention in this context: it would take time in all other operators."""
     _modes.append(mode)
     try:
@@ -194,10 +182,7 @@ def _active(mode: Keeping) -> Iterator[None]:
 
 
 def keep_attention() -> None:
-    """Let layers keep the results of attention from now on, in this process, inside `Kept.contexts`.
-
-    A compiler leaves these calls out of its graphs.
-    """
+    """Let layers keep the results of attention from now on, in this process, inside `Kept.contexts`."""
     registered: Any = AttentionInterface()
     for name in KERNELS:
         if registered[name] not in _keeping:
@@ -206,6 +191,7 @@ def keep_attention() -> None:
 
 
 def _with_modes(attention: Callable[..., Any]) -> Callable[..., Any]:
+    # A compiler leaves these calls out of its graphs.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(attention)
     def with_mode(*args: Any, **kwargs: Any) -> Any:
@@ -219,8 +205,164 @@ def _with_modes(attention: Callable[..., Any]) -> Callable[..., Any]:
         with _modes[-1] as mode:
             result = attention(*args, **kwargs)
         # Backward uses the result of forward, not that of the recomputation.
-        if not isinstance(mode, Returning) and result[0].requires_grad:
+        if not isinstance(mode, _Returning) and result[0].requires_grad:
             result[0].register_hook(mode.kept.fetch_before)
         return result
 
     return with_mode
+
+
+# ---------------------------------------------------------------------------------------------------------- host memory
+
+PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class _Offloaded:
+    """A tensor of a layer that waits in host memory.
+
+    `on_device` is there until it is copied, and again from one layer before its use, until it is `used`. `event` is
+    after its newest copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor, layer: _Layer, memory: torch.Tensor) -> None:
+        self.layer, self.event, self.used = layer, None, False
+        # With the strides of the tensor, which has no gaps, a copy is one piece, and layers get the layout they made.
+        self.in_host = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        self.hold(tensor)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.on_device: torch.Tensor | None = tensor
+        self._version = tensor._version
+
+    def free(self) -> torch.Tensor:
+        """Return the tensor, which is then no longer on the device. Raises RuntimeError if anything has changed it."""
+        tensor, self.on_device = self.on_device, None
+        assert tensor is not None
+        if tensor._version != self._version:
+            raise RuntimeError("internal error: what a layer keeps was changed in place (please report it)")
+        return tensor
+
+
+class _Layer:
+    """What one forward of a layer has sent to host memory, and the layer before it; autograd alone keeps both alive."""
+
+    def __init__(self, before: weakref.ref[_Layer] | None) -> None:
+        self.before = before
+        self.tensors: list[weakref.ref[_Offloaded]] = []
+
+
+class Offload:
+    """Sends tensors of layers to host memory in forward, and fetches them in backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._newest: weakref.ref[_Layer] | None = None
+        self._sending: weakref.ref[_Offloaded] | None = None
+        self._free: dict[int, list[torch.Tensor]] = {}  # bytes → pieces of host memory, which are never given back
+
+    @functools.cached_property
+    def _stream(self) -> Any:
+        assert self._module is not None
+        return self._module.Stream()
+
+    def next_layer(self) -> _Layer:
+        """Return a place for what the layer that computes now sends."""
+        layer = _Layer(self._newest)
+        self._newest = weakref.ref(layer)
+        return layer
+
+    def send(self, tensor: torch.Tensor, layer: _Layer) -> _Offloaded:
+        """Start to copy a tensor to host memory, where it waits until it is fetched.
+
+        One copy at a time is under way: the computation first waits for the one before, and frees what that has copied.
+        """
+        self._free_sent()
+        pieces = self._free.setdefault(tensor.nbytes, [])
+        memory = pieces.pop() if pieces else _host_memory(tensor.nbytes, self._device)
+        waiting = _Offloaded(tensor, layer, memory)
+        # Later copies are on the same stream, so that another tensor may take the memory while the last one is running.
+        weakref.finalize(waiting, pieces.append, memory).atexit = False
+        self._copy(waiting.in_host, tensor, waiting)
+        layer.tensors.append(weakref.ref(waiting))
+        self._sending = weakref.ref(waiting)
+        if self._module is None:
+            self._free_sent()
+        return waiting
+
+    def fetch(self, waiting: _Offloaded) -> torch.Tensor:
+        """Return a tensor on the device again; the computation waits for it, unless it was fetched before."""
+        self._start_fetching(waiting.layer)
+        if waiting.on_device is None:  # it is needed a second time
+            self._start(waiting)
+        self._wait_for(waiting)
+        waiting.used = True
+        return waiting.free()
+
+    def fetch_before(self, layer: _Layer) -> None:
+        """Start to copy what the layer before has sent to the device."""
+        before = layer.before() if layer.before else None
+        if before is not None:
+            self._start_fetching(before)
+
+    def _start_fetching(self, layer: _Layer) -> None:
+        for each in [tensor() for tensor in layer.tensors]:
+            if each is not None and each.on_device is None and not each.used:
+                self._start(each)
+
+    def _start(self, waiting: _Offloaded) -> None:
+        target = torch.empty_like(waiting.in_host, device=self._device)
+        self._copy(target, waiting.in_host, waiting)
+        waiting.hold(target)
+
+    def _free_sent(self) -> None:
+        waiting = self._sending() if self._sending else None
+        self._sending = None
+        if waiting is not None:
+            self._wait_for(waiting)
+            waiting.free()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: _Offloaded) -> None:
+        """Copy after all that computes now, on the stream for copies."""
+        if self._module is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            waiting.event = self._stream.record_event()
+
+    def _wait_for(self, waiting: _Offloaded) -> None:
+        if self._module is not None:
+            self._module.current_stream().wait_event(waiting.event)
+
+
+def _host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """Return `size` bytes of unset host memory, pinned if `device` is a GPU and its driver allows it.
+
+    It is pinned where it is: torch's allocator of pinned memory would round `size` up to a power of two
+    (CachingHostAllocator.h: `allocate`).
+    """
+    memory = torch.empty(size, dtype=torch.uint8)
+    if device.type == "cuda":
+        try:
+            pin_memory(memory)
+        except RuntimeError as error:
+            _note(f"activations wait in pageable host memory, which is slower: {error}")
+    return memory
+
+
+@functools.cache
+def _note(text: str) -> None:
+    print(text, flush=True)
+
+
+def pin_memory(memory: torch.Tensor) -> None:
+    """Pin memory where it is. Raises RuntimeError if the driver refuses."""
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
+    if int(error):
+        # CUDA keeps the error for whoever looks at the next kernel: a kernel of no importance takes it away.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(cudart.cudaGetErrorString(error))

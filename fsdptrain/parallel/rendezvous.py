@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,11 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    _NodeDescGenerator,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from fsdptrain.errors import RecipeError, to_record
 
@@ -48,22 +43,17 @@ RUN_KEY = "fsdptrain/run"  # under which the first node leaves what it runs
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
-class _UniqueNodes(_NodeDescGenerator):
-    """Tells nodes apart that have the same host name and process number, as containers have, which torch cannot."""
-
-    def generate(self, local_addr: str | None = None) -> Any:
-        """Return the identity of a new node."""
-        return dataclasses.replace(super().generate(local_addr), local_id=secrets.randbits(62))
-
-
 class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
 
-    _node_desc_generator = _UniqueNodes()
     met: threading.Event
     on_met: Callable[[int, int], None]
     on_waiting: Callable[[], None]
     on_others: Callable[[], None]
+
+    def __init__(self, node: Any, *others: Any) -> None:
+        """`node` is torch's description of this one, the same for containers with equal host names and processes."""
+        super().__init__(dataclasses.replace(node, local_id=secrets.randbits(62)), *others)
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous."""
@@ -104,13 +94,31 @@ def register_rendezvous(
 ) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
-    `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
-    while the workers run and another node waits, `on_others` when this node has waited for ten minutes while others
-    train, `on_refused` from a thread, with the record of a node that was refused in the same `meeting`. `run` describes
-    the run of this node as JSON (see `check_run`).
+    `on_met` is called with the number of this node and of all nodes, `on_waiting` again and again while the workers run
+    and another node waits, `on_others` when this node has waited for ten minutes while others train, `on_refused` from
+    a thread, with the record of a node that was refused in the same `meeting`. `run` is as in `check_run`.
     """
-    callbacks = on_met, on_waiting, on_others, on_refused
-    rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting), run))
+
+    def create(wanted: RendezvousParameters) -> RendezvousHandler:
+        backend, tcp_store = create_backend(wanted)
+        key, nodes = _refusal_key(meeting), wanted.max_nodes
+        can_meet_without = wanted.min_nodes < nodes
+        check_run(
+            tcp_store, run, wanted.endpoint,
+            lambda refusal: None if can_meet_without else _tell(tcp_store, key, nodes, refusal, LEAVE_S),
+        )  # fmt: skip
+        timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
+        handler = Rendezvous.from_backend(
+            wanted.run_id, tcp_store, backend, wanted.min_nodes, nodes, wanted.local_addr, timeout
+        )
+        handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
+        handler.met = threading.Event()
+        if not can_meet_without:
+            listening = (tcp_store, key, nodes, handler.met, on_refused)
+            threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
+        return handler
+
+    rendezvous_handler_registry.register(BACKEND, create)
 
 
 def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
@@ -132,33 +140,6 @@ def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[di
     error = RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
     tell({"host": own["host"], **to_record(error)})
     raise error
-
-
-def _create(
-    on_met: Callable[[int, int], None],
-    on_waiting: Callable[[], None],
-    on_others: Callable[[], None],
-    on_refused: Callable[[dict[str, str]], None],
-    key: str,
-    run: str,
-    wanted: RendezvousParameters,
-) -> RendezvousHandler:
-    backend, tcp_store = create_backend(wanted)
-    can_meet_without = wanted.min_nodes < wanted.max_nodes
-    check_run(
-        tcp_store, run, wanted.endpoint,
-        lambda refusal: None if can_meet_without else _tell(tcp_store, key, wanted.max_nodes, refusal, LEAVE_S),
-    )  # fmt: skip
-    timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
-    handler = Rendezvous.from_backend(
-        wanted.run_id, tcp_store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
-    )
-    handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
-    handler.met = threading.Event()
-    if not can_meet_without:
-        listening = (tcp_store, key, wanted.max_nodes, handler.met, on_refused)
-        threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
-    return handler
 
 
 def _refusal_key(meeting: str) -> str:

@@ -8,6 +8,7 @@ compiler can trace (`offload`, `keep_attention`) comes after compilation.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from fsdptrain.config.schema import Fsdp
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.adapters import freeze, layers_in_nf4
 from fsdptrain.model.attention import avoid_wrong_kernel
@@ -29,11 +32,8 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
-    allow_graphs,
     gather_itself,
     keep_float32,
-    keeps_integers,
-    mark_dynamic_arguments,
     name_collectives,
     takes_two_dtypes,
 )
@@ -97,7 +97,11 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
-        "mp_policy": precision(fsdp),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, fsdp.mixed_precision.param_dtype),
+            reduce_dtype=getattr(torch, fsdp.mixed_precision.reduce_dtype),
+            cast_forward_inputs=False,  # some (ALiBi, rotary tables, mamba's residual) must be float32
+        ),
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
     }
     reshard = fsdp.strategy.reshards
@@ -111,18 +115,12 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if world.device.type == "cpu":
-                module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
+                module.set_custom_reduce_scatter(_GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
     # Both change the units that exist now: groups of their own for float32 parameters, and the order of prefetching.
     if model.float32_names:
         keep_float32(model, {id(param) for name, param in model.named_parameters() if name in model.float32_names})
-    set_prefetch(units, fsdp)
+    _set_prefetch(units, fsdp)
     name_collectives(model, world.mesh.get_group(0) if world.mesh.ndim > 1 else None)
-
-
-def is_lookup(unit: Unit) -> bool:
-    """Return whether a unit is an embedding alone: the gradient of a lookup does not need the table."""
-    first, *others = unit.modules
-    return isinstance(first, nn.Embedding) and not others and len([*first.parameters()]) == 1
 
 
 def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
@@ -139,34 +137,27 @@ def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
 
 
 def use_whole_shards(model: Any, plan: Plan) -> None:
-    """Compute with the shards themselves where each rank has a whole copy, unless they have another dtype.
+    """Compute with the allocated shards themselves where each rank has a whole copy, unless they have another dtype.
 
-    FSDP2 would copy them at each gather, although nothing comes from other ranks: they would take memory twice. Call it
-    when the weights are allocated.
+    FSDP2 would copy them at each gather, although nothing comes from other ranks: they would take memory twice.
     """
     if not plan.has_whole_shards:
         return
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     for name, param in model.named_parameters():
-        same = param.dtype == compute or not param.is_floating_point() or name in model.float32_names
-        if same:
+        if param.dtype == compute or not param.is_floating_point() or name in model.float32_names:
             gather_itself(param)
 
 
-class GlooReduceScatter:
-    """A reduce-scatter for gloo: sends every rank its part, and sums the received parts in rank order.
-
-    gloo's own reduce-scatter all-reduces a copy of the whole buffer, and takes three times as long.
-    """
+class _GlooReduceScatter:
+    """A reduce-scatter in rank order: gloo's own all-reduces the whole buffer, and takes three times as long."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for FSDP's buffers."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Set `output_tensor` [n] to this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
         assert op == dist.ReduceOp.SUM, "the mean is taken of the loss"
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
@@ -180,19 +171,16 @@ def copy_own_rows(target: Any, whole: torch.Tensor) -> None:
 
 
 def check_dtypes(bare: Any, plan: Plan) -> None:
-    """Raise RecipeError if this version of torch cannot compute with the dtypes of the parameters of a unit.
-
-    Before 2.13 it has one group of parameters, and so one dtype, for each unit: some in float32, others in bf16 are not
-    possible. A version that casts integers when it gathers them cannot gather quantised weights.
-    """
-    recipe = plan.recipe
-    compute = recipe.fsdp.mixed_precision.param_dtype
-    if recipe.adapter.kind == "qlora" and not keeps_integers():
+    """Raise RecipeError if torch, before version 2.13, cannot compute with the dtypes of the parameters of a unit."""
+    recipe, compute = plan.recipe, plan.recipe.fsdp.mixed_precision.param_dtype
+    if takes_two_dtypes():
+        return
+    if recipe.adapter.kind == "qlora":
         raise RecipeError(
             f"adapter.kind: torch {torch.__version__} would convert quantised weights to {compute} when it gathers "
             "them: use torch 2.13 or newer, or kind: lora"
         )
-    if compute == "float32" or takes_two_dtypes():
+    if compute == "float32":
         return
     if names := skeleton(bare.config, recipe.model, compute).float32_names:
         raise RecipeError(
@@ -201,49 +189,88 @@ def check_dtypes(bare: Any, plan: Plan) -> None:
         )
 
 
-def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
-    """Compute in `param_dtype` and reduce gradients in `reduce_dtype`; shards keep the master dtype.
-
-    Inputs of units are not cast: some (ALiBi, rotary tables, mamba's residual) must be float32.
-    """
-    dtypes = fsdp.mixed_precision
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, dtypes.param_dtype),
-        reduce_dtype=getattr(torch, dtypes.reduce_dtype),
-        cast_forward_inputs=False,
-    )
-
-
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile the `forward` of every layer when it first runs; equal layers share one graph.
 
     All micro-batches have one shape, except for the bounds of packed documents, which only attention and recurrences
     read: their number and the longest of them are symbols in the graph, so that other documents do not compile again.
     """
-    allow_graphs(GRAPHS)
-    mark_dynamic_arguments(["documents", "longest_document", "packed_documents"])
+    # These are settings of torch. Above its limit of graphs, 8, a function runs uncompiled.
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+    # Patterns of dynamo's names for arguments, as `L['kwargs']['documents']`.
+    patterns = [pattern for pattern in torch.compiler.config.dynamic_sources.split(",") if pattern]
+    patterns += [f".*'{name}'.*" for name in ("documents", "longest_document", "packed_documents")]
+    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys(patterns))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
-def set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:
+def _set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:
     """Set which units are gathered ahead of their use, and which are not gathered for backward.
 
     Units are in forward order. By default FSDP2 gathers the next unit before this one's backward (BACKWARD_PRE), and
-    none ahead in forward.
+    none ahead in forward. The gradient of a lookup, in a unit that is an embedding alone, does not need the table.
     """
     modules: list[Any] = [unit.modules[0] for unit in units]
+    lookups = [
+        len(unit.modules) == len([*module.parameters()]) == 1 and isinstance(module, nn.Embedding)
+        for unit, module in zip(units, modules, strict=True)
+    ]
     for i, module in enumerate(modules):
-        ahead = modules[i + 1 : i + 1 + fsdp.forward_prefetch]
-        if ahead:
+        if ahead := modules[i + 1 : i + 1 + fsdp.forward_prefetch]:
             module.set_modules_to_forward_prefetch(ahead)
         if fsdp.backward_prefetch != "BACKWARD_PRE":
             module.set_modules_to_backward_prefetch([module])  # already gathered: nothing is prefetched
-        if is_lookup(units[i]):
+        if lookups[i]:
             module.set_unshard_in_backward(False)
-        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0 and not is_lookup(units[i - 1]):
+        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0 and not lookups[i - 1]:
             module.register_full_backward_hook(functools.partial(_gather_next, modules[i - 1]))
 
 
 def _gather_next(unit: FSDPModule, *_: object) -> None:
     unit.unshard(async_op=True)
+
+
+# -------------------------------------------------------------------------------------------------- copies of the model
+
+
+def check_replicas(model: nn.Module, world: World, steps_made: int | None = None) -> None:
+    """Raise an error unless all copies of the model are bitwise equal; collective.
+
+    Only gradients are summed over the copies: copies that differ once would differ forever, without an error. The sums
+    of the bits of each rank's shards are compared. Before the first step the buffers are compared too, which every rank
+    has as a whole and a forward may change. Raises FsdptrainError then, because only a defect of the code makes copies
+    differ; WorkerLost after `steps_made` steps, where the hardware is to be suspected.
+    """
+    state: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if steps_made is None:
+        state |= dict(model.named_buffers())
+    sums = torch.stack([_bit_sum(tensor).to(world.device) for tensor in state.values()])
+    halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])  # float64, in which they are gathered, has 53 bits
+    ranks = torch.from_numpy(world.gather(halves.flatten())).unflatten(1, (2, -1))
+    grid = world.mesh.mesh if world.mesh.ndim == 2 else world.mesh.mesh[None]
+    for number, (name, tensor) in enumerate(state.items()):
+        copies = grid if isinstance(tensor, DTensor) else grid.reshape(-1, 1)
+        found = ranks[:, :, number][copies]
+        if (found != found[0]).any():
+            number_of_copy, shard, _ = map(int, (found != found[0]).nonzero()[0])
+            first, other = int(copies[0, shard]), int(copies[number_of_copy, shard])
+            places = f"ranks {first} ({world.hosts[first]}) and {other} ({world.hosts[other]}), which hold copies of it"
+            if steps_made is None:
+                raise FsdptrainError(
+                    f"internal error: before the first step {name} is not the same on {places} (please report it)"
+                )
+            raise WorkerLost(
+                f"after step {steps_made} {name} is not the same on {places}: suspect the memory of one of them, or a "
+                "link; the weights in every checkpoint were the same on all copies"
+            )
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a local tensor's 64-bit words modulo 2⁶⁴, int64 on its device; a flipped bit changes it."""
+    local = tensor.detach()
+    data = (local.to_local() if isinstance(local, DTensor) else local).flatten().view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = pad(data, (0, -len(data) % 8))  # a copy, which begins at a whole word
+    return data.view(torch.int64).sum()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+import timeit
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -65,9 +67,8 @@ class World:
     """All ranks of a run, seen from this one.
 
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
-    loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
-    the ranks. `attempt` numbers the times that ranks have met in the run folder. `context` connects the ranks that
-    share rows, None if each has its own.
+    loop (checkpoint threads). `hosts` are the host names of the ranks. `attempt` numbers the times that ranks have met
+    in the run folder. `context` connects the ranks that share rows, None if each has its own.
     """
 
     rank: int
@@ -168,10 +169,7 @@ class World:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def allocator_counts(self) -> tuple[int, int]:
-        """Return the bytes that torch's allocator has reserved on the device, and its retries so far; zeros on CPU.
-
-        A retry means that the device was full: the allocator waited for it, and released its cache.
-        """
+        """Return the bytes that torch's allocator has reserved, and its retries on a full device; zeros on CPU."""
         if self.device.type != "cuda":
             return 0, 0
         counts = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -225,8 +223,7 @@ def first_row(tensor: DTensor) -> int:
 def check_hosts_of_copies(plan: Plan, world: World) -> None:
     """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one.
 
-    HYBRID_* shards within nodes, because links between them are slow. A launcher may number the ranks in another order
-    than by nodes. An `fsdp.shard_size` in the recipe allows groups of several nodes.
+    A launcher may number the ranks in another order than by nodes, and HYBRID_* shards within nodes.
     """
     if not plan.recipe.fsdp.strategy.in_groups or plan.recipe.fsdp.shard_size is not None:
         return
@@ -241,8 +238,8 @@ def check_hosts_of_copies(plan: Plan, world: World) -> None:
             )
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
-    """Measure the FLOP/s of a `size`³ matrix product on random data; return the best of `rounds`.
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of a matrix product on random data, the best of several: of 1024³ numbers, or of fewer.
 
     Where one takes more than SLOW_S, as on a CPU, smaller ones are used, which other processes interrupt less.
     """
@@ -255,20 +252,16 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, roun
     def shortest(size: int, rounds: int) -> float:
         with torch.random.fork_rng(devices=[]):
             a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = []
-        for _ in range(rounds):
-            start = clock()
-            torch.mm(a, b)
-            seconds.append(clock() - start)
-        return min(seconds)
+        return min(timeit.repeat(lambda: torch.mm(a, b), timer=clock, number=1, repeat=rounds))
 
+    size = 1024
     while size > 128 and 64 * shortest(size // 4, rounds=2) > SLOW_S:  # twice: the first call loads kernels
         size //= 4
-    return 2 * size**3 / shortest(size, rounds)
+    return 2 * size**3 / shortest(size, rounds=8)
 
 
 def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Return the TCPStore of the run once every rank has opened it. There is no time limit: ranks may prepare data.
+    """Return the TCPStore of the run once every rank has opened it; without a limit, because ranks may prepare data.
 
     Raises Stopped if a stop signal comes before the last rank does: after that, some ranks may have continued.
     """
@@ -289,10 +282,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 
 
 def open_tcp_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Open the TCPStore of all ranks: one that listens on loopback on a single node, torchrun's on several nodes.
-
-    Raises WorkerLost if that of the first node cannot be reached.
-    """
+    """Open the TCPStore of all ranks: torchrun's, or on loopback; raises WorkerLost if it cannot be reached."""
     if plan.topology.nnodes > 1 or plan.topology.joined or plan.topology.is_elastic:
         if plan.topology.nnodes > 1:
             set_gloo_interface(os.environ["MASTER_ADDR"])
@@ -315,19 +305,13 @@ def open_tcp_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
         return dist.TCPStore(
             "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
         )
-    while not _listens(port):  # rank 0 has not opened it yet
+    while True:
+        with contextlib.suppress(OSError):  # rank 0 has not opened it yet
+            socket.create_connection(("127.0.0.1", port)).close()
+            return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
         if stop.count:
             raise _stopped(stop)
         time.sleep(0.05)
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _stopped(stop: StopRequest) -> Stopped:

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Optim, Recipe, Schedule
-from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.units import weights_of
 
 # Of the loss scale, as in torch.amp.GradScaler. All are powers of two, so that scaling rounds nothing.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000

@@ -29,21 +29,23 @@ from fsdptrain.model.attention import choose_attention, mask_note
 from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
-from fsdptrain.model.parameters import expert_count, model_flops, weights_of
+from fsdptrain.model.patches import UNBOUNDED, accept_documents
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.recurrence import UNBOUNDED, accept_documents
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import (
     Unit,
     base_name,
     beside_text,
+    expert_count,
     in_buckets,
+    model_flops,
     saved_state,
     tied,
     token_parameters,
     units_of,
+    weights_of,
 )
-from fsdptrain.model.weights import check_copies, check_weights, fit_config, place_buffers
+from fsdptrain.model.weights import check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress
@@ -145,8 +147,6 @@ def prepare_model(
             )
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
-            if files:
-                check_copies(trained, bare, plan, files)
     units: list[Unit] = []
     with _collected(problems):
         units = in_buckets(units_of(trained, plan.recipe.fsdp.wrap), plan.recipe.fsdp)

@@ -58,9 +58,8 @@ from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import start_adapters
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values, save_assets
 from fsdptrain.model.nf4 import RowQuantizer
-from fsdptrain.model.parameters import model_flops
 from fsdptrain.model.skeleton import draw_weights
-from fsdptrain.model.units import bytes_in_host
+from fsdptrain.model.units import bytes_in_host, model_flops
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World

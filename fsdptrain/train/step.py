@@ -24,9 +24,10 @@ from torch.nn import functional
 from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
-from fsdptrain.model import recurrence, varlen
+from fsdptrain.model import varlen
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
+from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.skeleton import seed_of
 from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
@@ -114,7 +115,7 @@ class Engine:
         self._checked = False
         pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
         self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
-        self._bounds_recurrences = bool(recurrence.accept_documents(model)) and plan.recipe.documents_share_sequences
+        self._bounds_recurrences = bool(accept_documents(model)) and plan.recipe.documents_share_sequences
 
     def step(
         self, step: int, batches: Sequence[Batch], divisor: int, lr: float, stop: bool = False, data_s: float = 0.0

@@ -21,8 +21,7 @@ from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
 from fsdptrain.failures.heartbeat import Heartbeat
 from fsdptrain.failures.translate import exit_from_thread
-from fsdptrain.parallel.replicas import check_replicas
-from fsdptrain.parallel.shard import build
+from fsdptrain.parallel.shard import build, check_replicas
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text

@@ -16,10 +16,8 @@ from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, 
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model import attention, varlen
-from fsdptrain.model.adapters import check_adapter_values, quantised_ids
-from fsdptrain.model.attention import flash_fits, supports_flash
-from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied
+from fsdptrain.model.adapters import quantised_ids, saved_tensors
+from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied, weights_of
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
@@ -43,13 +41,12 @@ def check_model(
     if not attention_available(plan.recipe.model.attn_implementation):  # already a problem of the machine level
         plan = varied(plan, {"model.attn_implementation": "auto"})
     ready = preflight.prepare_model(plan, vocab_size, hardware.prefers_cudnn if hardware else None)
-    if findings.elsewhere and (note := kernel_note(plan, ready)):
-        findings.add_note(note)
-    for note in preflight.model_notes(ready):
-        findings.add_note(note)
+    for each in preflight.model_notes(ready):
+        findings.add_note(each)
     if plan.recipe.adapter.from_ is not None:
         with findings.continue_on_error():
-            check_adapter_values(ready.trained, Path(plan.recipe.adapter.from_))
+            for _ in saved_tensors(ready.trained, Path(plan.recipe.adapter.from_)):
+                pass  # reading them finds values that are not finite
     if note := base_note(plan.recipe):
         findings.add_note(note)
     if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
@@ -67,22 +64,6 @@ def check_model(
     for error in problems:
         findings.add_problem(error, this_machine_only=True)
     return ready.config
-
-
-def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
-    """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
-    kernel = ready.plan.recipe.model.attn_implementation
-    if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
-        return None
-    if kernel == "sdpa" and attention.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
-        return None
-    if not (flash_fits(plan) and supports_flash(ready.bare)):
-        return None
-    other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
-    return (
-        f"model.attn_implementation: auto selects {kernel} here, and {other} flash-attn; set the kernel that the run "
-        "will use"
-    )
 
 
 def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:

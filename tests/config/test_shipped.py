@@ -16,8 +16,8 @@ from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.config import load_config
-from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import weights_of
 from fsdptrain.plan.hardware import parse_hardware
 from fsdptrain.plan.plan import Counts, Plan, draft_plan
 from fsdptrain.plan.topology import topology_of

@@ -34,7 +34,7 @@ from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
 from fsdptrain.forecast.simulation import batch_of_zeros, make_engine
 from fsdptrain.model.attention import choose_attention
-from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.parallel.patches import takes_two_dtypes
 from fsdptrain.plan.hardware import FLOAT8_CAPABILITY, Hardware
 from fsdptrain.plan.plan import Plan
 
@@ -151,7 +151,7 @@ def main() -> None:
     torch._dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)  # here it chooses in Python
     kernels = Kernels(capability)
     has_float8 = divmod(capability, 10) >= FLOAT8_CAPABILITY
-    possible = {"float8, rowwise": has_float8, "float8, tensorwise": has_float8, "QLoRA": keeps_integers()}
+    possible = {"float8, rowwise": has_float8, "float8, tensorwise": has_float8, "QLoRA": takes_two_dtypes()}
     for kind, recipe in RECIPES.items():
         if not possible.get(kind, True):
             print(f"{kind}: refused with this card or this version of torch")

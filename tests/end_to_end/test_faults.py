@@ -123,7 +123,7 @@ CASES = {
     ),
     "out_of_memory_in_forward": out_of_memory(MLP, r"the forward of model\.layers\.\d"),
     "out_of_memory_in_backward": out_of_memory(
-        "fsdptrain.parallel.shard:GlooReduceScatter.__call__", "the backward, after the reduction of "
+        "fsdptrain.parallel.shard:_GlooReduceScatter.__call__", "the backward, after the reduction of "
     ),
 }
 IN_DEFAULT = ("out_of_memory_in_forward",)

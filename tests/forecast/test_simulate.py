@@ -25,9 +25,9 @@ from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
 from fsdptrain.forecast.trace import HOST, Alloc, Kernel, peak, traffic
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model.adapters import freeze
-from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.model.units import weights_of
+from fsdptrain.parallel.patches import takes_two_dtypes
 from fsdptrain.plan.plan import Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.step import Engine
@@ -125,7 +125,7 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
 @pytest.mark.parametrize("changes", sampled(16, 98, 170, slow=(18, 176, 178)), ids=named)
 def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     kind = "qlora" if changes == MATRIX[98] else "lora"
-    if kind == "qlora" and not keeps_integers():
+    if kind == "qlora" and not takes_two_dtypes():
         pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
     plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
     full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
@@ -223,7 +223,7 @@ REPEATED = """
 import math, sys
 from transformers import AutoConfig
 from fsdptrain.forecast.trace import HOST, Alloc, Free
-from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.units import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.forecast.simulation import simulate

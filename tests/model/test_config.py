@@ -124,7 +124,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what is said → keys
     "model.config.output_router_logits: .*: false": {"model_type": "mixtral", "output_router_logits": True},
     "model.config.router_aux_loss_coef: .*remove": {"model_type": "mixtral", "router_aux_loss_coef": 0.1},
     "model.config.num_labels: .*remove the key": {"num_labels": 3},
-    "model.config.rope_theta: rope_parameters is set": {
+    "model.config.rope_theta: remove it, and set all in rope_parameters": {
         "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"},
     },
     "num_hidden_layers: 0 is not a whole number from 1": {"num_hidden_layers": 0},
@@ -148,7 +148,7 @@ def test_the_suggested_ways_out_are_accepted(tmp_path: Path) -> None:
 
 def test_a_set_of_rotary_parameters_for_each_type_of_layer_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "gemma3_text", head_dim=16)
-    with pytest.raises(RecipeError, match=r"model.config.rope_theta: gemma3_text has .* write rope_parameters: "):
+    with pytest.raises(RecipeError, match=r"model.config.rope_theta: remove it, and set all in rope_parameters: "):
         config_of(tmp_path, {"id": folder, "config": {"rope_theta": 7.0}, "tokenizer": {"train": 512}})
 
 

@@ -17,11 +17,12 @@ from transformers import AutoConfig
 
 from fsdptrain.config.schema import Model
 from fsdptrain.model import attention, varlen
-from fsdptrain.model.attention import Heads, activate_best_flash, flash_note, heads_of, installed_flash
+from fsdptrain.model.attention import activate_best_flash, flash_note, heads_of, installed_flash
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.train import setup
 
 CPU = torch.device("cpu")
+MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
 
 
 def in_varlen(kind: str) -> Any:
@@ -30,9 +31,9 @@ def in_varlen(kind: str) -> Any:
 
 
 def test_the_heads_are_those_of_the_model_s_own_forward() -> None:
-    assert heads_of(in_varlen("llama")) == {Heads(4, 2, 16, 16, False)}
-    assert heads_of(in_varlen("gemma3_text")) == {Heads(4, 2, 16, 16, False), Heads(4, 2, 16, 16, True)}
-    assert heads_of(in_varlen("deepseek_v3")) == {Heads(4, 4, 48, 32, False)}
+    assert heads_of(in_varlen("llama")) == {(4, 2, 16, 16, False)}
+    assert heads_of(in_varlen("gemma3_text")) == {(4, 2, 16, 16, False), (4, 2, 16, 16, True)}
+    assert heads_of(in_varlen("deepseek_v3")) == {(4, 4, 48, 32, False)}
 
 
 class Registered:
@@ -67,9 +68,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def install(folder: Path, *names: str) -> None:
     """Write modules that have no kernels. What contains FlashAttention 4 cannot be imported."""
     for name in names:
-        module = folder / Path(*attention.FLASH_MODULES[name].split(".")).with_suffix(".py")
+        module = folder / Path(*MODULES[name].split(".")).with_suffix(".py")
         module.parent.mkdir(parents=True, exist_ok=True)
         module.write_text("")
+        info = folder / f"{attention.PACKAGES[name].replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {attention.PACKAGES[name]}\nVersion: 1.0\n")
     if "FA4" in names:
         (folder / "flash_attn" / "__init__.py").write_text("raise OSError('another CUDA')")
 

@@ -189,59 +189,38 @@ def test_the_forecast_counts_each_product_in_float8_once(words: dict[str, Any], 
     assert seconds == sorted(seconds, reverse=True) and seconds[0] / seconds[-1] > 1.8
 
 
-def trained(steps: int, tmp: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `ranks.in_float8` finds on one rank in rowwise float8, and on two: without it, with it, and `more`."""
-    recipe = write_recipe(
-        tmp, fsdp={}, optim__lr=2e-3, train__steps=steps, train__micro_batch_size=2, checkpoint={"every": None},
-        train__compile=False,
-    )  # fmt: skip
-    kinds = {"bf16": []} | {kind: [f"train.float8={kind}"] for kind in KINDS}
-    kinds |= {words: ["train.float8=rowwise", words] for words in more}
-    variants = {name: [*words, f"output_dir={tmp / name}"] for name, words in kinds.items()}
-    alone = {"rowwise": [*kinds["rowwise"], f"output_dir={tmp / 'alone'}"]}
-    found = [
-        on_ranks(world, in_float8, tmp / str(world), 3000, recipe=str(recipe), variants=chosen, steps=steps)[0]
-        for world, chosen in ((1, alone), (2, variants))
-    ]
-    return found[0], found[1]
-
-
 def farthest(curve: Any, other: Any) -> float:
     """The largest difference of two curves' losses, as a part of the loss."""
     return max(abs(a - b) / b for (a, _), (b, _) in zip(curve, other, strict=True))
 
 
-def assert_trains_as_bf16(alone: dict[str, Any], found: dict[str, Any], limit: float) -> None:
-    """Check losses and gradient norms: near those in bf16 but not the same, the same after a resume."""
+def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
+    """Near but not the same, and the same after a resume. Measured: 4e-4 of the loss over 12 steps."""
+    recipe = write_recipe(
+        tmp_path, fsdp={}, optim__lr=2e-3, train__steps=2, train__micro_batch_size=2, checkpoint={"every": None},
+        train__compile=False,
+    )  # fmt: skip
+    variants = {name: [f"output_dir={tmp_path / name}"] for name in ("bf16", *KINDS)}
+    for kind in KINDS:
+        variants[kind].append(f"train.float8={kind}")
+    found = on_ranks(2, in_float8, tmp_path / "2", 3000, recipe=str(recipe), variants=variants, steps=2)[0]
+    words = [*variants["rowwise"], f"output_dir={tmp_path / 'alone'}"]
+    alone = on_ranks(1, in_float8, tmp_path / "1", 3000, recipe=str(recipe), variants={"": words}, steps=2)[0][""]
     curves = {name: variant["curve"] for name, variant in found.items()}
-    for name, made in curves.items():
-        losses = " ".join(f"{loss:.4f}" for loss, _ in made[:: max(1, len(made) // 5)])
-        print(f"{name}: losses {losses} {made[-1][0]:.4f}, farthest from bf16 {farthest(made, curves['bf16']):.1e}")
     assert len({variant["start"] for variant in found.values()}) == 1, "the first weights depend on float8"
     for name, variant in found.items():
-        assert variant["resumed"] == variant["curve"][len(variant["curve"]) // 2 :], f"{name}: a resume changes it"
-        assert name == "bf16" or 1e-5 < farthest(variant["curve"], curves["bf16"]) < limit, name
-    print(f"one rank: {farthest(alone['rowwise']['curve'], curves['rowwise']):.1e} from two")
-    assert farthest(alone["rowwise"]["curve"], curves["rowwise"]) < limit
-
-
-def assert_exports_are_plain(tmp: Path) -> None:
-    """Check that transformers opens the exports, which have names and dtypes of the one in bf16, and no float8."""
+        assert variant["resumed"] == variant["curve"][1:], f"{name}: a resume changes it"
+        assert name == "bf16" or 1e-5 < farthest(variant["curve"], curves["bf16"]) < 1e-3, name
+    assert farthest(alone["curve"], curves["rowwise"]) < 1e-3
+    # transformers opens the exports, which have names and dtypes of the one in bf16, and no float8.
     states = {}
-    for name in ("bf16", *KINDS):
-        folder = tmp / name / "export"
+    for name in variants:
+        folder = tmp_path / name / "export"
         assert not hasattr(AutoConfig.from_pretrained(folder), "quantization_config")
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model(torch.arange(8)[None]).logits.isfinite().all()
         states[name] = {key: (value.dtype, value.shape) for key, value in model.state_dict().items()}
     assert states["rowwise"] == states["tensorwise"] == states["bf16"]
-
-
-def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
-    """Measured: 4e-4 of the loss over 12 steps; one rank and two differ by 2e-5."""
-    alone, found = trained(2, tmp_path)
-    assert_trains_as_bf16(alone, found, limit=1e-3)
-    assert_exports_are_plain(tmp_path)
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

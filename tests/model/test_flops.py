@@ -12,8 +12,8 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.model.adapters import freeze
-from fsdptrain.model.parameters import model_flops
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import model_flops
 
 LLAMA = LlamaConfig(**TINY | {"num_hidden_layers": 4}, tie_word_embeddings=False)
 TRAINED: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {

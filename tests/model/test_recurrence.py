@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
 from fsdptrain.data.corpus import document_bounds
-from fsdptrain.model.recurrence import BOUNDS, accept_documents, in_kernel
+from fsdptrain.model.patches import BOUNDS, accept_documents, in_kernel
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.preflight import missing_kernels

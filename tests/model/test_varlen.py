@@ -360,7 +360,6 @@ def test_it_is_not_chosen_for_a_card_that_flash_attention_refuses(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
-    monkeypatch.setattr("fsdptrain.model.attention.is_flash_attn_2_available", lambda: True)
     found, bare = choose_attention(gpu_plan(tmp_path), AutoConfig.for_model("llama", **SIZES))
     assert found.recipe.model.attn_implementation == kernel
     note = attention.mask_note(found, bare) or ""

@@ -46,7 +46,7 @@ from fsdptrain.model.config import announced_mtp, load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state
 from fsdptrain.model.weights import check_weights, fit_config, read_weights
-from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.parallel.patches import takes_two_dtypes
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train import trainer
@@ -61,7 +61,7 @@ def test_the_ranks_of_a_copy_read_each_byte_once(tmp_path: Path) -> None:
         "sharded": ("llama tied", 4, []),
         "in halves": ("mixtral", 2, halves),  # the files have a tensor for each expert
     }
-    if keeps_integers():
+    if takes_two_dtypes():
         cases["quantised"] = ("gpt2", 2, [*quantised, *halves])  # and transposed
     variants = {}
     for name, (kind, _, words) in cases.items():

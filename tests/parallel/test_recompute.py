@@ -20,8 +20,7 @@ from fsdptrain.config.schema import Fsdp, Recomputation
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.tiles import attention
 from fsdptrain.parallel import recompute as module
-from fsdptrain.parallel.offload import Offload
-from fsdptrain.parallel.recompute import Kept, recompute
+from fsdptrain.parallel.recompute import Kept, Offload, recompute
 
 CPU = torch.device("cpu")
 FORMS = {
@@ -125,12 +124,12 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "selective"])
 def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equal(form: str) -> None:
     torch.manual_seed(0)
     layers = [Block() for _ in range(3)]
     x, grads = torch.randn(2, 5, 8), []
-    for how in (Recomputation("none"), Fsdp(activation_checkpointing=FORMS[form]).recomputation):
+    for how in (Recomputation("none"), Fsdp(activation_checkpointing=FORMS.get(form, form)).recomputation):
         recompute([*layers], how, CPU)
         out = x
         with Calls(torch.ops.fsdptrain.attention.default) as calls:
@@ -140,7 +139,7 @@ def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equa
         grads.append([p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None])
         for layer in layers:
             layer.zero_grad()
-    assert calls.count == 3 * (1 if "attention" in form or form == "both" else 2)
+    assert calls.count == 3 * (2 if form in ("full", "offload") else 1)
     assert all(map(torch.equal, *grads)) and len(grads[0]) == 12
 
 

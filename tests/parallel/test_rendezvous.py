@@ -18,7 +18,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from fsdptrain.config.reader import load
@@ -93,7 +92,6 @@ def test_nodes_with_the_same_host_name_and_process_number_meet(
     endpoint, nodes = free_endpoint(), []
     for _ in range(2):
         # Torch numbers the handlers of a process, so the first one of each process has the same number.
-        monkeypatch.setattr(DynamicRendezvousHandler._node_desc_generator, "_local_id", 0)
         monkeypatch.setattr(Rendezvous._node_desc_generator, "_local_id", 0)
         nodes.append(node(endpoint))
         nodes[-1].settings.timeout._join = timedelta(seconds=10)

@@ -124,9 +124,7 @@ def test_the_varlen_kernel_computes_what_the_reference_on_a_cpu_does(
         assert error < 1e-2
 
 
-@pytest.mark.parametrize(
-    "heads", [Heads(8, 2, 128, 128, True), Heads(4, 4, 192, 128, False), Heads(4, 2, 256, 256, False)]
-)
+@pytest.mark.parametrize("heads", [(8, 2, 128, 128, True), (4, 4, 192, 128, False), (4, 2, 256, 256, False)])
 def test_the_trial_of_attention_accepts_what_torch_has_built_in(heads: Heads) -> None:
     check_heads(heads, torch.device("cuda"))
 

@@ -26,8 +26,8 @@ from torch.nn.functional import pad
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import OptimizerKind, padded_columns
 from fsdptrain.config.schema import Model, Optim, Recipe, Schedule
-from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import weights_of
 from fsdptrain.train.optim import (
     assert_dtypes,
     learning_rate,
