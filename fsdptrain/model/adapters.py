@@ -285,7 +285,7 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     """Return a hint with the names nearest to a pattern: whole ones, or their last words without layer numbers."""
     if _is_pattern(pattern):
         return ": a pattern must match the whole name"
-    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in names if not name.endswith(tuple("0123456789"))}
     near = get_close_matches(pattern, sorted({*ends, *names}), n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(ends)[:12])}"
 
