@@ -1,14 +1,11 @@
-"""Plots of memory: the timeline of a step as SVG or PNG, and a bar of its peak for the terminal."""
+"""A plot of memory: the timeline of a step as SVG or PNG."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, get_args
-
-from rich.text import Text
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.trace import BEFORE, Alloc, Category, Level, Trace, levels
@@ -22,35 +19,22 @@ MIN_PHASE_WIDTH = 0.08  # fraction of the plot that a phase of the step gets at 
 LEGEND_THRESHOLD = 0.001  # fraction of the peak: a smaller category is left out of the legend
 
 
-class Style(NamedTuple):
-    """How a category is drawn: a letter (for terminals without colour), the letter's colour, the area's colour."""
-
-    letter: str
-    ink: str
-    colour: str
-
-
 # Stacked from the bottom: what is always allocated, what is allocated per unit, what grows with the tokens. The
 # colours are Paul Tol's "muted" scheme, which stays distinct under colour blindness (https://sronpersonalpages.nl/~pault/).
-STYLES: dict[Category, Style] = {
-    "parameter shards": Style("P", "white", "#332288"),
-    "optimizer state": Style("O", "black", "#88ccee"),
-    "gradients": Style("G", "white", "#117733"),
-    "gathered parameters": Style("W", "black", "#ddcc77"),
-    "communication buffers": Style("C", "black", "#999933"),
-    "inputs and buffers": Style("I", "black", "#dddddd"),
-    "saved activations": Style("A", "black", "#cc6677"),
-    "recomputed activations": Style("R", "white", "#882255"),
-    "logits and loss": Style("L", "black", "#44aa99"),
-    "temporaries": Style("T", "white", "#aa4499"),
+COLOURS: dict[Category, str] = {
+    "parameter shards": "#332288",
+    "optimizer state": "#88ccee",
+    "gradients": "#117733",
+    "gathered parameters": "#ddcc77",
+    "communication buffers": "#999933",
+    "inputs and buffers": "#dddddd",
+    "saved activations": "#cc6677",
+    "recomputed activations": "#882255",
+    "logits and loss": "#44aa99",
+    "temporaries": "#aa4499",
 }
 
-NON_TENSOR_STYLES = {
-    "fragments": Style("F", "black", "#bbbbbb"),
-    "outside torch": Style("#", "white", "#555555"),
-}
-
-assert STYLES.keys() == set(get_args(Category))
+assert COLOURS.keys() == set(get_args(Category))
 
 
 def check_plot_path(path: Path) -> None:
@@ -88,7 +72,7 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
     levels = [level for phase in phases for level in phase.levels]
     x, top = max(zip(xs, levels, strict=True), key=lambda place: place[1].allocated)
     # A category below the threshold is neither drawn nor in the legend.
-    sizes = {name: [level.by_category.get(name, 0) / GIB for level in levels] for name in STYLES}
+    sizes = {name: [level.by_category.get(name, 0) / GIB for level in levels] for name in COLOURS}
     sizes = {name: each for name, each in sizes.items() if max(each) * GIB > LEGEND_THRESHOLD * top.allocated}
     at_peak = {name: f"{top.by_category.get(name, 0) / GIB:.2f}  {name}" for name in sizes}
     with fixed_style():
@@ -96,7 +80,7 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
         figure = Figure(figsize=(11, 5.6), dpi=120)
         axes = figure.add_subplot()
         axes.set_title(textwrap.fill(title, 100))
-        colours = [STYLES[name].colour for name in sizes]
+        colours = [COLOURS[name] for name in sizes]
         if sizes:
             axes.stackplot([*xs, 1.0], *([*each, each[-1]] for each in sizes.values()), colors=colours,
                            labels=at_peak.values(), step="post", linewidth=0)  # fmt: skip
@@ -160,64 +144,6 @@ def phase_of(moment: str) -> str:
     if moment == BEFORE:  # an event of the step before any unit has begun: the forward of the root unit
         return "forward"
     return "loss" if moment.endswith("loss") else moment.partition(" of ")[0]
-
-
-def memory_bar(by_category: Mapping[Category, int], beside: Mapping[str, int], capacity: int, width: int) -> Text:
-    """Return memory as a bar of `width` columns, and below it the sum and a legend with the largest category first.
-
-    The closing `|` marks the end of the card: what does not fit is drawn after it. `beside` has the bytes that no
-    tensor holds, under the names in `NON_TENSOR_STYLES`. Categories below LEGEND_THRESHOLD of the sum are not in the
-    legend.
-    """
-    sizes: dict[str, int] = dict(sorted(by_category.items(), key=lambda item: -item[1]))
-    sizes |= beside
-    total = sum(sizes.values())
-    styles = dict[str, Style]([*STYLES.items(), *NON_TENSOR_STYLES.items()])
-    inner = max(1, width - 2)
-    letters = "".join(
-        styles[name].letter * count
-        for name, count in zip(sizes, _column_counts([*sizes.values()], inner, capacity), strict=True)
-    )
-    end = inner if total <= capacity else min(inner - 1, inner * capacity // total)
-    style_of_letter = {style.letter: f"{style.ink} on {style.colour}" for style in styles.values()}
-    bar = Text("|")
-    for letter, run in groupby(letters[:end].ljust(end, ".")):
-        bar.append("".join(run), style_of_letter.get(letter, "dim"))
-    bar.append("|", "bold")
-    bar.append(letters[end:], "bold white on red")
-    bar.append(f"\n{_gib(total)} of {_gib(capacity)} GiB: ")
-    free = capacity - total
-    bar.append(*((f"{_gib(free)} free", "green") if free >= 0 else (f"{_gib(-free)} TOO MUCH", "bold red")))
-    in_legend = {name: size for name, size in sizes.items() if size > LEGEND_THRESHOLD * total}
-    return bar.append(_legend(in_legend, styles, width))
-
-
-def _column_counts(sizes: list[int], width: int, capacity: int) -> list[int]:
-    """Return how many columns each size takes if `width` columns are the card, or all sizes if they are larger.
-
-    The edges are rounded, not the widths, so that the widths add up to the rounded sum.
-    """
-    whole, edges = max(capacity, sum(sizes), 1), [0]
-    for size in sizes:
-        edges.append(edges[-1] + size)
-    columns = [(edge * width + whole // 2) // whole for edge in edges]
-    return [b - a for a, b in pairwise(columns)]
-
-
-def _legend(sizes: Mapping[str, int], styles: Mapping[str, Style], width: int) -> Text:
-    """Format `A saved activations 24.64  P parameter shards 3.74 …`, broken into lines of at most `width` columns."""
-    legend, column = Text(), width
-    for name, size in sizes.items():
-        label = f" {name} {_gib(size)}"
-        if column + 3 + len(label) > width:
-            legend.append("\n")
-            column = 0
-        else:
-            legend.append("  ")
-            column += 2
-        legend.append(styles[name].letter, f"{styles[name].ink} on {styles[name].colour}").append(label)
-        column += 1 + len(label)
-    return legend
 
 
 def _gib(size: int) -> str:

@@ -18,6 +18,8 @@ from fsdptrain.forecast.search import (
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted, duration, seconds, size
 
+MEMORY_HEADER = ["", "size", "of the card"]
+LEAST_SHARE = 0.001  # of all memory in use: smaller parts are not in the table
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
 ADVICE_SHOWN = 8  # plans in the table, besides the recipe's own
 ADVICE_HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tok/s", "MFU", ""]
@@ -39,9 +41,23 @@ def memory_lines(forecast: Forecast) -> list[str]:
     )
     if forecast.host_bytes >= 2**20:
         lines.append(f"{size(forecast.host_bytes)} of host memory")
+    free = forecast.memory_bytes - forecast.needed_bytes
+    rest = f"{size(free)} free" if free >= 0 else f"{size(-free)} TOO MUCH"
+    lines.append(f"{size(forecast.needed_bytes)} of {size(forecast.memory_bytes)}: {rest}")
     if forecast.tight:
         lines.append("little is left: the allocator must release cached memory and retry, which is slow")
     return lines
+
+
+def memory_rows(forecast: Forecast) -> list[list[str]]:
+    """Return the parts of the peak with the columns of MEMORY_HEADER, the largest first, and what no tensor holds."""
+    parts = sorted(forecast.breakdown.items(), key=lambda part: -part[1])
+    fragments = forecast.reserved_bytes - forecast.peak_bytes
+    return [
+        [name, size(part), f"{part / forecast.memory_bytes:.1%}"]
+        for name, part in (*parts, ("fragments", fragments), ("outside torch", forecast.overhead_bytes))
+        if part > LEAST_SHARE * forecast.needed_bytes
+    ]
 
 
 def traffic_rows(forecast: Forecast) -> list[list[str]]:
@@ -78,10 +94,11 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     low, high = forecast.step_s_range
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
     attention = f"; attention by {forecast.attention}" if forecast.attention else ""
+    tera = f"{forecast.flops / 1e12:,.0f}" if forecast.flops >= 1e14 else f"{forecast.flops / 1e12:.3g}"
     lines = [
         f"{seconds(forecast.step_s)} s a step ({seconds(low)} to {seconds(high)}; rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
-        f"compute alone takes {seconds(forecast.compute_s)} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
+        f"compute alone takes {seconds(forecast.compute_s)} s ({tera} TFLOP a rank, recomputation and "
         f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
         f"{seconds(forecast.exposed_s)} s for what compute does not hide",
     ]
@@ -105,10 +122,6 @@ def _amount(hours: float) -> str:
 
 def _dollars(amount: float) -> str:
     return f"${amount:,.2f}"
-
-
-def _tera(count: float) -> str:
-    return f"{count / 1e12:,.0f}" if count >= 1e14 else f"{count / 1e12:.3g}"
 
 
 def verdict(step: Mapping[str, Any], plan: Plan) -> str:

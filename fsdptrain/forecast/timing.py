@@ -172,8 +172,10 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
         return kernel.moved / hardware.host_bw
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
     arithmetic = kernel.flops / (hardware.flops if half else hardware.flops32)
-    if is_attention(kernel):
-        return max(arithmetic / _attention_share(kernel.name, hardware), memory)
+    if is_attention(kernel):  # one without a share of the peak (varlen) has the flash kernel's
+        shares = hardware.attention_share
+        kind = next((kind for kind in shares if kind in kernel.name), "flash" if hardware.has_flash else "efficient")
+        return max(arithmetic / shares[kind]["backward" in kernel.name], memory)
     arithmetic /= hardware.product_share
     if kernel.name in FLOAT8 and not hardware.is_cpu:  # which emulates it
         rate, traffic = FLOAT8[kernel.name]
@@ -184,13 +186,6 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
 def is_attention(kernel: Kernel) -> bool:
     """Return whether an operator computes attention, forward or backward, in one kernel."""
     return "attention" in kernel.name or "varlen" in kernel.name
-
-
-def _attention_share(name: str, hardware: Hardware) -> float:
-    """Return the share of the peak of an attention kernel: the flash kernel's if it has none of its own (varlen)."""
-    shares = hardware.attention_share
-    kind = next((kind for kind in shares if kind in name), "flash" if hardware.has_flash else "efficient")
-    return shares[kind]["backward" in name]
 
 
 def collective_s(collective: Collective, hardware: Hardware, ranks_per_node: int) -> float:

@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -39,7 +38,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         groups.setdefault((bool(traits.splits and traits.splits(weight)), weight.decays), []).append(name)
     settings = {key: getattr(optim, key) for key in ("lr", *traits.settings)}
     if traits.needs_ranks:
-        settings["ranks"] = ranks_of_shards(next(iter(trained.values())))
+        first = next(iter(trained.values()))
+        settings["ranks"] = first.device_mesh["shard"] if isinstance(first, DTensor) else None
     return optimizer_class(optim.name)(
         [
             {
@@ -87,11 +87,6 @@ class AdamWBfloat16(torch.optim.AdamW):
                 )  # fmt: skip
                 kept[0].copy_(first)
                 kept[1].copy_(second)
-
-
-def ranks_of_shards(param: torch.Tensor) -> DeviceMesh | None:
-    """Return the ranks that together have all rows of a parameter; None if it is not sharded."""
-    return param.device_mesh["shard"] if isinstance(param, DTensor) else None
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -65,7 +64,7 @@ from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.driver import why_unseen
 from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fault
-from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu
+from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.run_folder.events import Reporter
@@ -185,13 +184,8 @@ def prepare_process(session: Session) -> None:
     go_offline_if_unreachable(session.initial_plan, session.progress)
 
 
-def gpu_fault(
-    topology: Topology, gpus: int, env: Mapping[str, str], build: str | None = torch.version.cuda
-) -> str | None:
-    """Return why a plan cannot run with the GPUs that torch sees: fewer than its workers, or any if it is for the CPU.
-
-    `build` is the version of CUDA that torch was built for.
-    """
+def gpu_fault(topology: Topology, gpus: int, env: Mapping[str, str]) -> str | None:
+    """Return why a plan cannot run with the GPUs that torch sees: fewer than workers, or any if it is for the CPU."""
     if torch.version.hip and gpus:
         return (
             f"torch {torch.__version__} is a build for AMD GPUs (ROCm), which fsdptrain does not support: train on "
@@ -212,7 +206,7 @@ def gpu_fault(
         way_out = "set CUDA_VISIBLE_DEVICES to the GPUs of nvidia-smi -L"
         return (
             f"launch.nproc_per_node: {counted(workers, 'worker')}, but torch {torch.__version__} sees "
-            f"{counted(gpus, 'GPU')}{setting}: {way_out if gpus else why_unseen(build, env)}; or "
+            f"{counted(gpus, 'GPU')}{setting}: {way_out if gpus else why_unseen(torch.version.cuda, env)}; or "
             "train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
     return None
@@ -245,13 +239,6 @@ def prepare_inputs(session: Session) -> Inputs:
     return Inputs(
         prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts, sorted(os.sched_getaffinity(0))
     )
-
-
-def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
-    """Return the inputs with the plan that is the fastest if this rank is the only one; see `fastest_on_one_gpu`."""
-    prepared = inputs.prepared
-    plan = fastest_on_one_gpu(prepared.plan, prepared.weights, world.device_memory())
-    return dataclasses.replace(inputs, prepared=dataclasses.replace(prepared, plan=plan))
 
 
 def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None:

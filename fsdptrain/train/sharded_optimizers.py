@@ -122,7 +122,8 @@ def orthogonalised(
     # What this rank sends to each rank, and what it receives from each: rows of its own matrix, if it has one.
     sizes = [part.numel() for part in parts] + [0] * (count - len(parts))
     shape = shapes[rank] if rank < len(shapes) else (0, 0)
-    own_sizes = [rows * shape[1] for rows in rows_of_ranks(shape[0], count)]
+    chunk = -(-shape[0] // count)  # FSDP2 gives each rank ⌈rows / ranks⌉, as long as there are any
+    own_sizes = [max(0, min(chunk, shape[0] - other * chunk)) * shape[1] for other in range(count)]
     sent = torch.cat([part.bfloat16().flatten() for part in parts]).to(ranks.device_type)
     own = sent.new_empty(sum(own_sizes))
     dist.all_to_all_single(own, sent, own_sizes, sizes, group=ranks.get_group())
@@ -145,9 +146,3 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
         gram = update @ update.T
         update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=second, alpha=third), update, beta=first)
     return update.T if high else update
-
-
-def rows_of_ranks(rows: int, ranks: int) -> list[int]:
-    """Return how many rows of a matrix each rank has: FSDP2 gives each ⌈rows / ranks⌉, as long as there are any."""
-    chunk = -(-rows // ranks)
-    return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]

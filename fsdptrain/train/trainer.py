@@ -23,6 +23,7 @@ from fsdptrain.failures.heartbeat import Heartbeat
 from fsdptrain.failures.translate import exit_from_thread
 from fsdptrain.parallel.shard import build, check_replicas
 from fsdptrain.parallel.world import World, check_hosts_of_copies
+from fsdptrain.plan.plan import fastest_on_one_gpu
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
 from fsdptrain.train.nonfinite import find_sources, find_weights
@@ -44,7 +45,6 @@ from fsdptrain.train.setup import (
     prepare_process,
     report_start,
     start_fields,
-    suited_to_one_gpu,
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
@@ -128,8 +128,8 @@ class Trainer:
             session.progress("building the model", 0, 0)
             world = World.start(inputs.plan, session.stop)
         session.watchdog.begin(world.attempt)
-        inputs = suited_to_one_gpu(inputs, world)
-        plan = inputs.plan
+        plan = fastest_on_one_gpu(inputs.plan, inputs.prepared.weights, world.device_memory())
+        inputs = dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
         session.watchdog.reset()
         check_hosts_of_copies(plan, world)
         check_cards(plan, world)
@@ -342,7 +342,7 @@ class Trainer:
             self.checkpointer.skipped += 1
             return self.any_stop()
         limit = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
-        raise self.nonfinite_error(
+        raise NonFiniteError(
             f"{error}{limit}: {cause}; this step changed no weights, and no checkpoint was saved after it"
         )
 
@@ -363,11 +363,6 @@ class Trainer:
         return "; ".join([*find_weights(self.engine), *causes]) or (
             "not reproducible when the step was repeated: suspect the hardware"
         )
-
-    def nonfinite_error(self, message: str) -> NonFiniteError:
-        """Return an error that ends the run, when a checkpoint of earlier steps that is under way is complete."""
-        self.finish_save()
-        return NonFiniteError(message)
 
     def finish_save(self) -> None:
         """Wait for a save that is under way, and raise its error: its thread communicates beside training.
@@ -409,7 +404,7 @@ class Trainer:
         """Raise NonFiniteError if weights are not finite; a loss that only overflows may come back to numbers."""
         self.finish_save()
         if weights := find_weights(self.engine):
-            raise self.nonfinite_error(f"{found}: {weights[0]}")
+            raise NonFiniteError(f"{found}: {weights[0]}")
 
     def continue_prompts(self, stops: StopPoll) -> list[str] | None:
         """Return what the model writes behind each of `eval.prompts`, None if a stop interrupted it; collective.
@@ -511,7 +506,11 @@ class Trainer:
             if self.any_stop():
                 raise Stopped("stopped while exporting")
 
-        exported = self.load_best() if self.plan.recipe.export.which == "best" else self.done
+        exported = self.done
+        if self.plan.recipe.export.which == "best":
+            self.reporter.progress("reading the best checkpoint", 0, 0)
+            self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
+            exported = self.checkpointer.load_best(self.engine.model, self.engine.optimizer, self.done)
         sample = self.sample() if self.plan.recipe.export.compare else None
         try:
             export_live(
@@ -521,12 +520,6 @@ class Trainer:
         except Stopped:
             return self.done
         return None
-
-    def load_best(self) -> int:
-        """Load the weights with the lowest held-out loss, after the last step; return their step."""
-        self.reporter.progress("reading the best checkpoint", 0, 0)
-        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
-        return self.checkpointer.load_best(self.engine.model, self.engine.optimizer, self.done)
 
     def sample(self) -> Sample:
         """Return the beginnings of some rows, and the logits that the model computes for them; collective.
@@ -542,7 +535,7 @@ class Trainer:
         logits = self.engine.logits(beginnings)
         if self.world.any(any(bool(each.isnan().any()) for each in logits)):
             weights = find_weights(self.engine) or ["all weights are finite, so its activations overflow"]
-            raise self.nonfinite_error(f"the trained model's logits are nan: {weights[0]}")
+            raise NonFiniteError(f"the trained model's logits are nan: {weights[0]}")
         return Sample(rows, logits, bool(held_out))
 
     def any_stop(self) -> bool:

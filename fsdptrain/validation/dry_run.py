@@ -22,11 +22,13 @@ from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
     ADVICE_HEADER,
     ADVICE_TITLES,
+    MEMORY_HEADER,
     TRAFFIC_HEADER,
     advice_lines,
     advice_rows,
     does_not_fit_error,
     memory_lines,
+    memory_rows,
     shown_options,
     time_lines,
     traffic_lines,
@@ -174,9 +176,7 @@ def run_cost(forecast: Forecast, plan: Plan, steps: int | None, price: float | N
 def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
     """Add the lines, tables and bars of a forecast, and its one-line verdict."""
     findings.add_lines(MEMORY, *memory_lines(forecast))
-    fragments = forecast.reserved_bytes - forecast.peak_bytes
-    beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}
-    findings.add_item(MEMORY, "memory", by_category=forecast.breakdown, beside=beside, capacity=forecast.memory_bytes)
+    findings.add_item(MEMORY, "table", header=MEMORY_HEADER, rows=memory_rows(forecast))
     rows = traffic_rows(forecast)
     if rows:
         findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)

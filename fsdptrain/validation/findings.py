@@ -20,8 +20,6 @@ from fsdptrain.errors import (
     RecipeError,
     WorkerError,
 )
-from fsdptrain.forecast.plot import memory_bar
-from fsdptrain.forecast.trace import Category
 from fsdptrain.run_folder.events import progress_record
 from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted
@@ -33,7 +31,6 @@ BASIC_FIRST = [
 
 INDENT = 2
 PIPE_WIDTH = 80  # columns of bars, if there is no terminal
-WIDEST = 120  # columns of the memory bar: a longer one shows no more
 LONGEST_BAR = 32  # columns of a histogram's bar
 
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
@@ -199,12 +196,6 @@ def show_notes(notes: list[str], page: Page) -> None:
         show_section("Notes", [{"kind": "text", "text": note} for note in notes], page)
 
 
-def _memory(page: Page, by_category: dict[Category, int], beside: dict[str, int], capacity: int) -> None:
-    """Draw the bar of the peak, as wide as the terminal."""
-    width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
-    page.draw(memory_bar(by_category, beside, capacity, width - INDENT), INDENT)
-
-
 def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) -> None:
     for line in histogram_lines(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
         page.say(line, INDENT)
@@ -231,6 +222,5 @@ RENDERERS: dict[str, Callable[..., None]] = {
     "text": partial(Page.say, indent=INDENT),
     "table": partial(Page.table, indent=INDENT),
     "command": partial(Page.command, indent=2 * INDENT),
-    "memory": _memory,
     "lengths": _lengths,
 }

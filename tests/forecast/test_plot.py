@@ -14,11 +14,10 @@ import pytest
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import plot
 from fsdptrain.forecast.plot import (
+    COLOURS,
     MAX_POINTS,
-    STYLES,
     check_plot_path,
     draw_timeline,
-    memory_bar,
     phase_of,
     timeline,
 )
@@ -110,7 +109,7 @@ def test_the_plot_has_its_labels(tmp_path: Path) -> None:
         assert words in everything
     assert [labels.count(phase) for phase in ("forward", "loss", "backward", "optimizer")] == [2, 2, 2, 1]
     drawn = ["parameter shards", "optimizer state", "saved activations", "logits and loss"]
-    assert [name for name in STYLES if name in everything] == drawn, "none below a thousandth of the peak"
+    assert [name for name in COLOURS if name in everything] == drawn, "none below a thousandth of the peak"
 
 
 LONG_NAME = "a-recipe-whose-name-goes-on-and-on-" * 6
@@ -179,47 +178,3 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RecipeError, match=re.escape("--plot: needs matplotlib: pip install 'fsdptrain[plot]'")):
         check_plot_path(tmp_path / "step.svg")
-
-
-STACK: dict[Category, int] = {
-    "parameter shards": 4 * GIB, "optimizer state": 8 * GIB, "saved activations": 25 * GIB, "gradients": 4 * GIB,
-    "temporaries": GIB // 100,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [4, 33, 60, 80, 100])
-@pytest.mark.parametrize("capacity", [1, 20 * GIB, 41 * GIB, 43 * GIB, 80 * GIB, 4000 * GIB])
-def test_no_line_exceeds_the_width_and_the_bar_fills_it(width: int, capacity: int) -> None:
-    bar, *rest = memory_bar(STACK, {"outside torch": 2 * GIB}, capacity, width).plain.split("\n")
-    assert len(bar) == width and bar.count("|") == 2
-    assert all(len(line) <= max(width, 36) for line in rest)
-    assert (bar[-1] == "|") == (sum(STACK.values()) + 2 * GIB <= capacity), "what does not fit comes after the end"
-
-
-def test_the_bar_is_proportional() -> None:
-    bar = memory_bar(STACK, {"outside torch": 2 * GIB}, 86 * GIB, 88).plain.split("\n")[0]
-    assert bar == "|" + "A" * 25 + "O" * 8 + "P" * 4 + "G" * 4 + "##" + "." * 43 + "|"
-
-
-def test_the_legend_follows_the_order_of_the_bar_and_omits_tiny_categories() -> None:
-    _, verdict, *legend = memory_bar(STACK, {"outside torch": 2 * GIB}, 80 * GIB, 60).plain.split("\n")
-    assert verdict == "43.01 of 80.00 GiB: 36.99 free"
-    assert legend == [
-        "A saved activations 25.00  O optimizer state 8.00", "P parameter shards 4.00  G gradients 4.00",
-        "# outside torch 2.00",
-    ]  # fmt: skip
-
-
-def test_overflow_is_shown_in_the_bar_and_in_the_text() -> None:
-    bar, verdict, *_ = memory_bar({"gradients": 30 * GIB}, {}, 20 * GIB, 32).plain.split("\n")
-    assert bar == "|" + "G" * 20 + "|" + "G" * 10
-    assert verdict == "30.00 of 20.00 GiB: 10.00 TOO MUCH"
-
-
-def test_letters_are_distinct() -> None:
-    letters = {style.letter for style in STYLES.values()} | {"#", "|", "."}
-    assert len(letters) == len(STYLES) + 3
-
-
-def test_an_empty_card() -> None:
-    assert memory_bar({}, {}, GIB, 10).plain == "|........|\n0 of 1.00 GiB: 1.00 free"
