@@ -17,7 +17,7 @@ CUDA = re.compile(
     r"torch\.(backends\.)?cuda\.|\bis_cuda\b|device\.type [!=]= '(cuda|cpu)'|get_device_module|pin_memory"
 )
 ELSEWHERE = re.compile(r"!= 'cuda'|== 'cpu'")  # what follows such a test in its block is for the device
-PRETENDED = ("simulate",)  # packages in which the device is pretended in any case
+PRETENDED = ("forecast",)  # packages in which the device is pretended in any case
 
 Lines = tuple[Path, int, int]  # of a statement: its first and last
 

@@ -48,43 +48,28 @@ LONGROPE = {
     "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
 }  # fmt: skip
 PHI3 = {
-    "model_type": "phi3",
-    **TINY,
-    "pad_token_id": None,
-    "original_max_position_embeddings": 32,
+    "model_type": "phi3", **TINY, "pad_token_id": None, "original_max_position_embeddings": 32,
     "rope_parameters": LONGROPE,
-}
+}  # fmt: skip
 GATED = ["linear_attention", "full_attention"]
 LFM2 = {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"], "pad_token_id": None}
 BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TINY},
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 16},
     "gptj": {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 512},
     "bloom": BLOOM,
-    "bert": {
-        "model_type": "bert",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-    },
-    "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8},
+    "bert": {"model_type": "bert", **SMALL, "intermediate_size": 96, "num_attention_heads": 4},
+    "mamba": {"model_type": "mamba", **SMALL, "state_size": 8},
     "opt": {
-        "model_type": "opt",
-        "hidden_size": 64,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 64,
-        "vocab_size": 512,
+        "model_type": "opt", **SMALL, "ffn_dim": 64, "num_attention_heads": 4, "word_embed_proj_dim": 64,
         "max_position_embeddings": 256,
     },
     "mixtral": {"model_type": "mixtral", **TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
     "phi3": PHI3,
-}
+}  # fmt: skip
 RECURRENT: dict[str, dict[str, Any]] = {
     kind: {
         name: value for name, value in small_config(kind, **own).to_diff_dict().items()
@@ -94,7 +79,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba2": {}, "granitemoehybrid": {"layer_types": GATED, "num_hidden_layers": 2},
         "kimi_linear": {"layer_types": GATED, "num_hidden_layers": 2},
     }.items()
-}  # fmt: skip  # fmt: skip
+}  # fmt: skip
 
 
 def plan_of(tmp: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> Plan:
@@ -149,16 +134,10 @@ REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
     ("mamba", "bfd"): "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
     ("mamba2", "bfd"): "passes no bounds of documents on to causal_conv1d_fn, mamba_chunk_scan_combined",
-    (
-        "granitemoehybrid",
-        "bfd",
-    ): "because GraniteMoeHybridForCausalLM does not tell documents apart by their position ids",
+    ("granitemoehybrid", "bfd"): "GraniteMoeHybridForCausalLM does not tell documents apart by their position ids",
     ("kimi_linear", "bfd"): None,
     ("bert", "none"): "BertLMHeadModel is not causal",
-    (
-        "phi3",
-        "bfd",
-    ): "data.seq_len: above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
+    ("phi3", "bfd"): "above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
     ("phi3", "none"): None,
     ("mixtral", "bfd"): None,
     ("gpt2", "concat"): None,
@@ -350,18 +329,8 @@ APART = (
     "glm4_moe", "llama4_text", "aria_text", "smollm3", "minimax_m2",
 )  # fmt: skip
 SEEN = (
-    "bloom",
-    "falcon",
-    "opt",
-    "mpt",
-    "gpt_oss",
-    "afmoe",
-    "mamba",
-    "mamba2",
-    "jamba",
-    "qwen3_next",
-    "recurrent_gemma",
-)
+    "bloom", "falcon", "opt", "mpt", "gpt_oss", "afmoe", "mamba", "mamba2", "jamba", "qwen3_next", "recurrent_gemma",
+)  # fmt: skip
 
 
 @pytest.mark.soak
@@ -375,20 +344,13 @@ def test_architectures_in_their_own_sizes_are_distinguished(kind: str) -> None:
 @pytest.mark.parametrize(
     ("device", "workers", "gpus", "words"),
     [
-        ("cpu", 2, 0, None),
-        ("cuda", 1, 1, None),
-        ("cuda", 2, 8, None),
-        (
-            "cpu",
-            2,
-            1,
-            r"torch sees 1 GPU.* set CUDA_VISIBLE_DEVICES=0 to train on it, or CUDA_VISIBLE_DEVICES= \(empty",
-        ),
+        ("cpu", 2, 0, None), ("cuda", 1, 1, None), ("cuda", 2, 8, None),
+        ("cpu", 2, 1, r"torch sees 1 GPU.* set CUDA_VISIBLE_DEVICES=0 to train on it"),
         ("cpu", 2, 2, "set CUDA_VISIBLE_DEVICES=0,1 to train on them"),
         ("cuda", 4, 1, r"launch.nproc_per_node: 4 workers, but torch \S+ .*sees 1 GPU"),
         ("cuda", 1, 0, r"1 worker, but torch .*sees 0 GPUs.* train on the CPU with CUDA_VISIBLE_DEVICES="),
     ],
-)
+)  # fmt: skip
 def test_the_gpus_of_torch_are_those_of_the_plan(device: Any, workers: int, gpus: int, words: str | None) -> None:
     fault = gpu_fault(Topology(device, 1, workers), gpus, {})
     assert bool(fault) == bool(words)
