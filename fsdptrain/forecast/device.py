@@ -38,7 +38,8 @@ class PretendStream:
     """
 
     device_index, device_type = 0, 20  # torch's number for a device of another maker, PrivateUse1
-
+    is_capturing = staticmethod(lambda: False)  # no graph of kernels is captured
+    query = staticmethod(lambda: True)  # nothing computes, so all work is done
     numbers = 0
     current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
 
@@ -51,14 +52,6 @@ class PretendStream:
     def device(self) -> torch.device:
         """The accelerator."""
         return torch.device(PRETEND, self.device_index)
-
-    def is_capturing(self) -> bool:
-        """Return False: no graph of kernels is captured."""
-        return False
-
-    def query(self) -> bool:
-        """Return True: nothing computes, so all work is done."""
-        return True
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event on this stream."""
@@ -84,6 +77,7 @@ class DeviceEvent:
     """An event of the pretended accelerator. It happens when the host waits for it or for a later one of its stream."""
 
     numbers = 0
+    elapsed_time = staticmethod(lambda end: 0.0)  # nothing computes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.number: int | None = None
@@ -109,10 +103,6 @@ class DeviceEvent:
         """Return whether the event has happened."""
         return self.number is None or self.number <= self.stream.waited_for
 
-    def elapsed_time(self, end: DeviceEvent) -> float:
-        """Return 0 ms: nothing computes."""
-        return 0.0
-
 
 class Backend:
     """The accelerator's module: what torch calls as `torch.pretend`. There is one accelerator."""
@@ -122,13 +112,9 @@ class Backend:
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: nothing is random."""
-
-    def current_stream(self, device: Any = None) -> PretendStream:
-        """Return the stream that work is given to."""
-        return PretendStream.current[-1]
+    manual_seed_all = set_device = staticmethod(lambda _: None)  # nothing is random, and there is only one
+    current_stream = staticmethod(lambda device=None: PretendStream.current[-1])
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])  # recomputation reads them
 
     @contextlib.contextmanager
     def stream(self, stream: PretendStream) -> Iterator[None]:
@@ -138,13 +124,6 @@ class Backend:
             yield
         finally:
             PretendStream.current.pop()
-
-    def set_device(self, device: Any) -> None:
-        """Do nothing: there is only one."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast: recomputation reads them."""
-        return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait."""

@@ -8,7 +8,6 @@ processes forecast the plans (`forecast.forecaster`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import queue
@@ -46,28 +45,25 @@ NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload w
 
 
 @dataclass(frozen=True)
-class StrategyCandidates:
-    """A strategy, and the numbers of ranks per copy in the order in which they are tried."""
+class Choice:
+    """What a plan may have instead: a strategy, its number of ranks per copy, and whether weights are offloaded."""
 
     strategy: Strategy
-    sizes: list[int]
+    ranks: int
     offload: bool
 
 
-def strategies_to_try(plan: Plan, offload: bool) -> list[StrategyCandidates]:
-    """Return the strategies worth trying, first those that need the least memory.
-
-    With offload, only those that shard one copy over all ranks.
+def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
+    """Return the strategies worth trying, first those that need the least memory, each with the numbers of ranks per
+    copy in the order in which they are tried. With offload, only those that shard one copy over all ranks.
     """
     nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
     strategies = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
     found = []
     for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
-        tried = StrategyCandidates(strategy, strategy.sizes_to_try(nodes, node), offload)
-        sizes = [ranks for ranks in tried.sizes if _fits_range(plan, overrides_of(plan, tried, ranks, "full", 1))]
-        if sizes:
-            found.append(dataclasses.replace(tried, sizes=sizes))
-    return found
+        choices = [Choice(strategy, ranks, offload) for ranks in strategy.sizes_to_try(nodes, node)]
+        found.append([choice for choice in choices if _fits_range(plan, overrides_of(plan, choice, "full", 1))])
+    return [choices for choices in found if choices]
 
 
 def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
@@ -121,7 +117,7 @@ def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
     return [*rows, *(change | kept for kept in offloaded[:1] for change in [{}, *rows])]
 
 
-def overrides_of(plan: Plan, tried: StrategyCandidates, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
+def overrides_of(plan: Plan, choice: Choice, recomputation: str, micro: int) -> dict[str, Any]:
     """Return what this choice changes in the recipe.
 
     Keys that lose their effect are unset: with their values the recipe would be refused. A recipe that recomputes all
@@ -131,16 +127,16 @@ def overrides_of(plan: Plan, tried: StrategyCandidates, ranks: int, recomputatio
     if recomputation == "full" and (fsdp.recomputation.kind, fsdp.recomputation.every) == ("full", 1):
         recomputation = fsdp.activation_checkpointing
     wanted: dict[str, Any] = {
-        "fsdp.strategy": tried.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
-        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": tried.offload,
+        "fsdp.strategy": choice.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
+        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": choice.offload,
     }  # fmt: skip
-    if tried.strategy.in_groups:
-        same = fsdp.strategy.in_groups and plan.shard_size == ranks
-        wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
-    if fsdp.accumulation == "hold_shards" and not may_hold_shards(tried.strategy, tried.offload):
+    if choice.strategy.in_groups:
+        same = fsdp.strategy.in_groups and plan.shard_size == choice.ranks
+        wanted["fsdp.shard_size"] = fsdp.shard_size if same else choice.ranks
+    if fsdp.accumulation == "hold_shards" and not may_hold_shards(choice.strategy, choice.offload):
         wanted["fsdp.accumulation"] = "reduce"
     unused_before = unused_with("fsdp.strategy", fsdp.strategy)
-    unused = unused_with("fsdp.strategy", tried.strategy)
+    unused = unused_with("fsdp.strategy", choice.strategy)
     wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
@@ -206,11 +202,11 @@ def search(
             if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
                 break
             candidates = strategies_to_try(plan, offload)
-            for options in threads.map(lambda tried: _options_of(tried, trials, counts), candidates):
+            for options in threads.map(lambda choices: _options_of(choices, trials, counts), candidates):
                 found += options
             found += _with_shards_held(found, trials, threads)
             if not any(option.fits for option in found):
-                smallest = overrides_of(plan, candidates[0], candidates[0].sizes[0], "full", 1)
+                smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
                     option = trials.option(smallest | change)
                     if option and option.fits:
@@ -225,19 +221,19 @@ def ranked(options: Iterable[Option]) -> list[Option]:
     return sorted(options, key=lambda o: (not o.fits, o.step_s * (TIGHT_COST if o.tight else 1), o.needed_bytes))
 
 
-def _options_of(tried: StrategyCandidates, trials: _Trials, counts: Counts) -> list[Option]:
+def _options_of(choices: list[Choice], trials: _Trials, counts: Counts) -> list[Option]:
     """Return the options of a strategy, with groups of ranks as large as needed: a larger group is slower."""
     found: list[Option] = []
-    for ranks in tried.sizes:
-        least = varied(trials.plan, overrides_of(trials.plan, tried, ranks, "full", 1))
+    for choice in choices:
+        least = varied(trials.plan, overrides_of(trials.plan, choice, "full", 1))
         if not cannot_fit(least, counts, trials.own.memory_bytes):
-            found += _options_of_size(tried, ranks, trials)
+            found += _options_of_size(choice, trials)
         if any(option.fits and not option.tight for option in found):
             break
     return [option for option in found if not option.own]
 
 
-def _options_of_size(tried: StrategyCandidates, ranks: int, trials: _Trials) -> list[Option]:
+def _options_of_size(choice: Choice, trials: _Trials) -> list[Option]:
     """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower."""
     found: list[Option] = []
     best_s = math.inf
@@ -250,7 +246,7 @@ def _options_of_size(tried: StrategyCandidates, ranks: int, trials: _Trials) -> 
             less -= 1  # with one micro-batch per step, no gradients are held during its forward
         option = None
         while less < len(RECOMPUTATION):
-            option = trials.option(overrides_of(trials.plan, tried, ranks, RECOMPUTATION[less], micro))
+            option = trials.option(overrides_of(trials.plan, choice, RECOMPUTATION[less], micro))
             if option:
                 found.append(option)
             if option and option.fits and not option.tight:
@@ -344,27 +340,29 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     """
     recipe, world = plan.recipe, plan.topology.world_size
     fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
-    now = StrategyCandidates(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
-    most = strategies_to_try(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
-    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
+    now = Choice(fsdp.strategy, plan.shard_size, fsdp.cpu_offload)
+    most = now  # the strategy that shards most
+    if world > 1:
+        most = Choice(strategies_to_try(plan, fsdp.cpu_offload)[0][0].strategy, world, fsdp.cpu_offload)
+    offloaded = Choice(most.strategy, world, plan.topology.device != "cpu")
     smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
     choices = [
-        (now, plan.shard_size, "full", micro),
-        (now, plan.shard_size, kind, smaller),
-        (most, world, kind, micro),
-        (now, plan.shard_size, "full", smaller),
-        (most, world, "full", smaller),
-        (most, world, "full", 1),
-        (offloaded, world, "full", 1),
+        (now, "full", micro),
+        (now, kind, smaller),
+        (most, kind, micro),
+        (now, "full", smaller),
+        (most, "full", smaller),
+        (most, "full", 1),
+        (offloaded, "full", 1),
     ]
     holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
     if holds_more and plan.accumulation > 1:
         yield {"fsdp.accumulation": "reduce"}
     seen: list[dict[str, Any]] = [{}]
-    for tried, ranks, recomputation, micro in choices:
-        overrides = overrides_of(plan, tried, ranks, recomputation, micro)
-        if tried is offloaded:
+    for choice, recomputation, micro in choices:
+        overrides = overrides_of(plan, choice, recomputation, micro)
+        if choice is offloaded:
             yield from (seen[-1] | change for change in changes_for_long_rows(plan))
         if overrides not in seen:
             seen.append(overrides)

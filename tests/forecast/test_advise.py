@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -306,12 +307,11 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
     micros = micro_batches(plan)
     assert micros == [1, 2, 4]
-    for strategy in [*strategies_to_try(plan, False), *strategies_to_try(plan, True)]:
-        for ranks in strategy.sizes:
-            for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
-                overrides = overrides_of(plan, strategy, ranks, recomputation, micro)
-                pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
-                assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
+    for choice in itertools.chain(*strategies_to_try(plan, False), *strategies_to_try(plan, True)):
+        for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
+            overrides = overrides_of(plan, choice, recomputation, micro)
+            pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
+            assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
 
 
 @pytest.mark.parametrize("nodes", [3, 2])  # all that may come, and those of an attempt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -56,10 +55,6 @@ def prefetch(stream: Stream) -> Iterator[Prefetch]:
     made.close()
 
 
-def data_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("data")}
-
-
 def wait_until(condition: Any) -> None:
     end = time.monotonic() + 10
     while not condition() and time.monotonic() < end:
@@ -90,13 +85,3 @@ def test_an_error_is_raised_by_the_step_whose_data_is_wrong() -> None:
     with pytest.raises(DataError, match="row 3"):
         prefetch.get(1)
     prefetch.close()
-
-
-def test_the_thread_ends_with_the_trainer() -> None:
-    others = data_threads()
-    prefetch = Prefetch(PLAN, Stream(), 1, CPU, STEPS)  # type: ignore[arg-type]
-    assert not data_threads() - others, "nothing runs before the first step"
-    prefetch.get(0)
-    (thread,) = data_threads() - others
-    prefetch.close()
-    wait_until(lambda: not thread.is_alive())
