@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 from common import ROOT
 from gpu_checks import MEASURED, Row, Setting, forecasted, message_of, output_of, steps_of, timed, usual, verdict
+from omegaconf import OmegaConf
 
-from fsdptrain.config.keys import RecipeLoader
 from fsdptrain.text import GIB, counted
 
 SHIPPED = ROOT / "recipes/llama3.1-8b-full-shard-8xh100.yaml"
@@ -48,7 +47,7 @@ def shipped(setting: Setting, name: str, **changes: Any) -> Path:
     Where it does not fit by what `validate` says, its layers are recomputed, and then there are fewer of them. Raises
     Refused if `validate` refuses a key of `changes`.
     """
-    values: Any = yaml.load(SHIPPED.read_text(), RecipeLoader)
+    values: Any = OmegaConf.to_container(OmegaConf.load(SHIPPED))  # to PyYAML 1e-5 is a text
     world = setting.many
     config = {"model_type": "llama", **values["model"]["config"]}
     changes = {path.replace("__", "."): value for path, value in changes.items()}

@@ -1,7 +1,7 @@
 """Read a recipe strictly: YAML and overrides → `Recipe`, with a line number for every problem.
 
-The stages: YAML text → nodes (for the line numbers) → values by key, each checked by the schema → `Recipe` → rules
-between keys. All problems are collected on the way and reported together.
+The stages: YAML text → nodes (for the line numbers) → values by key, each checked by the schema → `${name}` references,
+resolved by OmegaConf → `Recipe` → rules between keys. All problems are collected on the way and reported together.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fsdptrain.config.keys import (
     accepts,
     canonical_spelling,
     faults,
+    flat,
     recipe_of,
     value_text,
     yaml_text,
@@ -44,7 +45,7 @@ from fsdptrain.errors import Problem, RecipeError, first_line
 
 MAX_RECIPE_BYTES = 64_000
 MAX_VALUES = 2_000  # the longest model configs list one or two words per layer
-MAX_DEPTH = 32  # a model config has about three levels; PyYAML overflows the stack at about eighty
+MAX_DEPTH = 32  # a model config has about three levels; OmegaConf and PyYAML overflow the stack at about eighty
 MAX_PROBLEMS = 50  # reported at once
 UNKNOWN = "unknown key"
 COMMAND_LINE = "command line"  # where an override is written
@@ -72,11 +73,7 @@ SECRET_FOUND = (
     "environment"
 )
 
-NAME = "${name}"  # in a text: the name of the run
-NO_REFERENCE = (
-    f"only {NAME}, the name of the run, is replaced, and only in a value that is a text: write the value out (a recipe "
-    "cannot read the environment; ~ is your home folder)"
-)
+PLAIN_REFERENCE = re.compile(r"(?<!\\)\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     leaves = [*(leaf for leaf in written if leaf.path not in replaced), *overriding]
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = recipe_of(_tree(_checked(leaves, problems)))
-    recipe = dataclasses.replace(recipe, output_dir=recipe.output_dir.replace(NAME, recipe.name))  # of the default
+    recipe = dataclasses.replace(recipe, output_dir=recipe.output_dir.replace("${name}", recipe.name))  # of the default
     # Skip rules between keys in sections that contain an invalid value: they would see the default in its place.
     faulty = {section for problem in problems for section in _sections(problem)}
     problems += [
@@ -332,21 +329,32 @@ def _unknown_key_message(word: str, section: str) -> str:
 
 
 def _checked(leaves: list[Leaf], problems: list[Problem]) -> dict[str, Any]:
-    """Return the valid values, by key, with `${name}` replaced in texts; add a problem for each other one."""
+    """Return the valid values, by key, with references resolved; add a problem for each other one."""
     values: dict[str, Any] = {}
-    names = [leaf.value for leaf in leaves if leaf.path == "name" and isinstance(leaf.value, str)]
+    where: dict[str, str] = {}
     for leaf in leaves:
         key, value, field = _key_above(leaf.path), leaf.value, leaf.path
-        if isinstance(value, str) and key != "name":
-            value = value.replace(NAME, [Recipe.name, *names][-1])
         messages = [*_not_plain_messages(value, any_text="any_text" in KEYS[key].limits)][:1]
         if not messages and key != leaf.path:
             value, messages = _with_item(values.get(key, {}), leaf.path.removeprefix(f"{key}.").split("."), value)
-        if not messages:
+        if not messages and not _has_reference(value):
             field, messages = key, faults(key, value)
         problems += [Problem(message, field, leaf.where) for message in messages]
         if not messages:
-            values[key] = value
+            values[key], where[key] = value, leaf.where
+    # References are resolved when all values are set: one may point further down, and an override replaces a value.
+    referring = {key: value for key, value in values.items() if _has_reference(value)}
+    for key, value in _resolved(values, referring).items() if referring else ():
+        messages = faults(key, value)
+        if _has_reference(value):
+            messages = [
+                f"{value_text(value)} does not give {KEYS[key].type_words}: ${{key}} refers to another key of the "
+                "recipe, not to an environment variable (~ is your home folder)"
+            ]
+        problems += [Problem(message, key, where[key]) for message in messages]
+        values[key] = value
+        if messages:
+            del values[key]
     return values
 
 
@@ -354,12 +362,29 @@ def _with_item(mapping: dict[str, Any], words: list[str], value: Any) -> tuple[d
     """Return a copy of an open mapping with one more value, and what prevents it."""
     mapping = copy.deepcopy(mapping)
     place: Any = mapping
+    if not isinstance(place, dict):  # a reference
+        return mapping, [f"{value_text(place)} has no keys below it: set it as a whole"]
     for word in words[:-1]:
         place = place.setdefault(word, {})
         if not isinstance(place, dict):
             return mapping, [f"`{word}` is {value_text(place)}, which has no keys below it: set it as a whole"]
     place[words[-1]] = value
     return mapping, []
+
+
+def _resolved(values: dict[str, Any], referring: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that have references, resolved; as they are if they cannot be."""
+    from omegaconf import OmegaConf  # takes 0.1 s to import, and few recipes have references
+    from omegaconf.errors import OmegaConfBaseException
+
+    config, found = OmegaConf.create(_tree(flat(Recipe()) | values)), dict(referring)
+    for key in referring:
+        try:
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            found[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
+            continue
+    return found
 
 
 def _tree(values: dict[str, Any]) -> dict[str, Any]:
@@ -374,6 +399,10 @@ def _tree(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def _has_reference(value: Any) -> bool:
+    return any(isinstance(item, str) and "${" in item for item in _within(value))
+
+
 def _not_plain_messages(value: Any, any_text: bool) -> Iterator[str]:
     """Yield why a value would not survive a round trip through the plan, which is JSON."""
     refused = ("Cs",) if any_text else ("Cc", "Cs")
@@ -382,8 +411,11 @@ def _not_plain_messages(value: Any, any_text: bool) -> Iterator[str]:
             yield f"{item} is not a finite number"
         if isinstance(item, dict) and not all(isinstance(name, str) for name in item):
             yield f"{value_text(item)} has keys that are not strings: put quotes around them"
-        if isinstance(item, str) and "${" in item:
-            yield f"{value_text(item)}: {NO_REFERENCE}"
+        if item == "???":  # to OmegaConf and Hydra
+            yield "??? stands for a value that is missing: replace it"
+        # A resolver, or an incomplete or escaped reference, which would become a real one when the plan is read again.
+        if isinstance(item, str) and "${" in PLAIN_REFERENCE.sub("", item):
+            yield "only plain ${key} references are allowed; resolvers are refused"
         if isinstance(item, str) and (odd := next((c for c in item if category(c) in refused), None)):
             yield f"contains the control character {odd!a}"
 

@@ -387,7 +387,7 @@ class Plan:
         Any other text raises: JSON and dataclasses raise many types of errors (see `open_plan`).
         """
         if "${" in text:  # it has another origin: fsdptrain writes none
-            raise ValueError("it contains ${")
+            raise ValueError("it contains a ${reference}")
         fields = json_object(text)
         plan: Plan = recipe_of(fields, cls)
         if problems := [*recipe_problems(plan.recipe), *plan.topology.problems()]:

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from support import ROOT
 
 from fsdptrain.config.keys import KEYS, flat
@@ -29,6 +30,9 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan
 from fsdptrain.plan.topology import find_topology
+
+# fsdptrain imports it only for recipes with references, and it imports the rest of itself for the first one.
+OmegaConf.resolve(OmegaConf.create({"a": 1, "b": "${a}"}))
 
 SECONDS = 2.0  # a longer time means that something grows without bound; a usual recipe takes 0.05
 MAX_MESSAGE = 20_000  # characters: a page, not a copy of the recipe

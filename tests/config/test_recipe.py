@@ -392,7 +392,7 @@ def test_a_value_that_the_json_schema_refuses_is_one_problem_with_field_and_way_
     ("path", "value"),
     [
         ("train.steps", "010"), ("train.steps", "0x10"), ("train.steps", "12:30"), ("optim.betas", "[0.9, x]"),
-        ("optim.betas", "[true, false]"), ("model.config", "{1: 2}"),
+        ("optim.betas", "[true, false]"), ("name", "???"), ("model.config", "{1: 2}"),
         ("data.columns", "{text: [a, 1]}"), ("data.columns", "{text: []}"), ("data.columns", "{text: null}"),
         ("model.tokenizer", "{train: 4096, on: data}"),
         ("data.eval", "{max_rows: 5}"), ("data.eval", "{path: a, max_rows: null}"), ("data.eval", "{fraction: true}"),
@@ -711,7 +711,7 @@ def test_an_override_reaches_below_the_open_mappings(tmp_path: Path) -> None:
         ("checkpoint.async_=false", "checkpoint.async_", "`checkpoint.async`"),
         ("model.id=!!python/name:os.system", "model.id", "cannot name Python objects"),
         ("model.id=&a b", "model.id", "anchors and aliases"),
-        ("model.id=${oc.env:HOME}", "model.id", "only ${name}"),
+        ("model.id=${oc.env:HOME}", "model.id", "resolvers are refused"),
         ("optim.lr=[", "optim.lr", "is not a number"),
         ("model.config.=3", "model.config.", "a key has letters"),
         ("model.config.a[0]=3", "model.config.a[0]", "a key has letters"),
@@ -727,25 +727,40 @@ def test_a_bad_override_is_refused(tmp_path: Path, word: str, field: str | None,
 # --- references ------------------------------------------------------------------------------------------------------
 
 
-def test_the_name_of_the_run_is_replaced_in_texts(tmp_path: Path) -> None:
-    text = "name: a\noutput_dir: out/${name}-${name}\n" + BASE + "checkpoint: {path: 's3://bucket/${name}'}\n"
-    recipe = read(tmp_path, text, "name=b").recipe
-    assert (recipe.output_dir, recipe.checkpoint.path) == ("out/b-b", "s3://bucket/b")
+def test_plain_references_are_resolved(tmp_path: Path) -> None:
+    text = "name: a\nseed: 7\noutput_dir: out/${name}-${seed}-${model.id}\n" + BASE + "eval: {every: '${log.every}'}\n"
+    recipe = read(tmp_path, text, "name=b", "data.eval={fraction: 0.1}").recipe
+    assert (recipe.output_dir, recipe.eval.every) == ("out/b-7-org/name", 1)
 
 
-@pytest.mark.parametrize("value", ["${oc.env:HOME}", "x-${seed}-${name}", "${name", "${${name}}"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:HOME}",
+        "x-${oc.env:HOME}-${name}",
+        "${name",
+        "${}",
+        "${.name}",
+        "${name}${",
+        "${${name}}",
+        "${a:${name}}",
+    ],
+)
 @pytest.mark.parametrize("key", ["data.path", "model.config", "data.columns"])
-def test_another_reference_is_refused_wherever_it_is(tmp_path: Path, value: str, key: str) -> None:
+def test_a_resolver_is_refused_wherever_it_is(tmp_path: Path, value: str, key: str) -> None:
     quoted = f'"{value}"'
     inside = {"data.path": quoted, "model.config": f"{{a: [1, {{b: {quoted}}}]}}", "data.columns": f"{{{quoted}: x}}"}
-    for problems in both(tmp_path, key, inside[key]):
+    for problems in (
+        refused(tmp_path, with_key(key, inside[key])),
+        refused(tmp_path, BASE, f"{key}={inside[key]}"),
+    ):
         assert [p.field for p in problems] == [key]
-        assert "only ${name}, the name of the run, is replaced" in problems[0].message
+        assert "resolvers are refused" in problems[0].message
 
 
-def test_a_name_has_no_reference(tmp_path: Path) -> None:
-    for value in ("${name}", "a-${seed}"):
-        assert {p.field for p in refused(tmp_path, BASE + f'name: "{value}"\n')} == {"name"}
+@pytest.mark.parametrize("value", ["${name}", "${output_dir}", "${nope}", "${model}", "${model.nope}", "${data.eval}"])
+def test_a_reference_to_nothing_or_to_itself_is_refused(tmp_path: Path, value: str) -> None:
+    assert {p.field for p in refused(tmp_path, BASE + f'name: "{value}"\n')} == {"name"}
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
@@ -815,6 +830,8 @@ def test_a_path_that_is_not_a_readable_file_is_refused(tmp_path: Path) -> None:
     [
         ("model: {id: x, config: {fraction: x, every: 0, async: 3}}\ndata: {path: d}\n", "model.config",
          {"fraction": "x", "every": 0, "async": 3}),
+        ("data: {path: d, seq_len: '${model.config.n}'}\nmodel: {id: x, config: {n: 128}}\n", "data.seq_len", 128),
+        (BASE + "fsdp: {cpu_offload: '${log.forecast}'}\n", "fsdp.cpu_offload", True),
         (f"model: {{id: {'x' * 5000}, revision: main}}\ndata: {{path: d}}\n", "model.revision", "main"),
     ],
 )  # fmt: skip
@@ -898,7 +915,7 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
     code = (
         "import sys, pathlib, fsdptrain.config.reader, fsdptrain.config.schema\n"
         f"fsdptrain.config.reader.load(pathlib.Path({str(ROOT / 'recipes' / 'shakespeare.yaml')!r}))\n"
-        "print(*sorted({'torch', 'transformers', 'datasets', 'numpy', 'tokenizers'} & sys.modules.keys()))"
+        "print(*sorted({'torch', 'transformers', 'datasets', 'numpy', 'tokenizers', 'omegaconf'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
