@@ -138,7 +138,6 @@ FOREIGN_NAMES = {
     "name": "run_name",
     "log.every": "logging_steps",
     "log.trackers": "report_to wandb",
-    "log.trackers: [tensorboard], or [] for none": "tensorboard",
     "log.project": "wandb_project",
     "not a recipe key: an environment variable of the library": "wandb_* mlflow_*",
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",

@@ -20,7 +20,10 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import Problem
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
-ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+ALTERNATIVES = {
+    "train.steps": "train.epochs", "train.epochs": "train.steps",
+    "log.trackers": "log.tensorboard", "log.tensorboard": "log.trackers",
+}  # fmt: skip
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
@@ -75,9 +78,11 @@ def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
     if most == 1 and launch.rdzv_endpoint is not None:
         yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
-    beside = [name for name in dict.fromkeys(log.trackers) if name != "tensorboard"]  # which is always installed
+    beside = [name for name in log.chosen_trackers if name != "tensorboard"]  # which is always installed
     for name in beside:
         yield from _missing_library(name, name, "log.trackers")
+    if log.tensorboard is not None and "log.trackers" in where:
+        yield Problem("is short for log.trackers, which is set, too: remove one of the two", "log.tensorboard")
     if log.project is not None and not beside:
         yield Problem("has no effect without wandb, mlflow or trackio in log.trackers", "log.project")
     if log.profile and (problem := profile_problem(recipe, train.steps)):

@@ -546,6 +546,7 @@ class Log:
         "trackers that get what metrics.jsonl records: tensorboard, wandb, mlflow and trackio; the variables of their "
         "libraries (WANDB_MODE, MLFLOW_TRACKING_URI, …) say where to, and have the keys to their servers",
     )
+    tensorboard: bool | None = key(None, "short for log.trackers: true is [tensorboard], false is []")
     project: str | None = key(
         None,
         "project of wandb and trackio, and experiment of mlflow; null: what WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME "
@@ -557,6 +558,13 @@ class Log:
         "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",
         forms=(None, {"steps": list[int]}),
     )
+
+    @property
+    def chosen_trackers(self) -> list[TrackerName]:
+        """The trackers that `trackers`, or its short form, names."""
+        if self.tensorboard is not None:
+            return ["tensorboard"] if self.tensorboard else []
+        return list(dict.fromkeys(self.trackers))
 
 
 # No cluster is larger, and what is done for each rank ends in seconds.

@@ -163,7 +163,7 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
 
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
-    for name in recipe.log.trackers:
+    for name in recipe.log.chosen_trackers:
         if shown_by := TrackerState.read(rundir, name).shown_by:
             *command, last = shown_by
             yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])

@@ -248,7 +248,7 @@ class Observer:
 
     def _trackers(self) -> dict[str, list[str]]:
         """Return the URL, or the words of the command, that shows the run in each tracker that has begun it."""
-        states = {name: TrackerState.read(self.rundir, name) for name in self.plan.recipe.log.trackers}
+        states = {name: TrackerState.read(self.rundir, name) for name in self.plan.recipe.log.chosen_trackers}
         return {name: state.shown_by for name, state in states.items() if state.shown_by}
 
     def _restart_text(self) -> str:

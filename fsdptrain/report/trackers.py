@@ -375,7 +375,7 @@ class Trackers:
 
         To be called often: it waits for nothing.
         """
-        names = [*dict.fromkeys(self._plan.recipe.log.trackers)]
+        names = self._plan.recipe.log.chosen_trackers
         if not is_first:
             self.close()
         elif self._child is None and names and not self._has_failed:

@@ -108,7 +108,7 @@ eval:     {every: null, patience: null, best_of: null, prompts: [], max_new_toke
 checkpoint: {every: 500, path: null, keep: 2, keep_best: null, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, which: last, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
 log:
-  {every: 1, trackers: [tensorboard], project: null, forecast: true, profile: null}
+  {every: 1, trackers: [tensorboard], tensorboard: null, project: null, forecast: true, profile: null}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
@@ -235,7 +235,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
         ("train:\n  max_step: 1\n", 4, "train.max_step", "did you mean `max_steps`? It is called train.steps here"),
         ("fsdp:\n  use_orig_param: 1\n", 4, "fsdp.use_orig_param", "did you mean `use_orig_params`? It is always on"),
         ("train:\n  lr: 1e-5\n", 4, "train.lr", "did you mean `optim.lr`"),
-        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, trackers, project"),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, trackers, tensorboard"),
         ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
         ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),
     ],

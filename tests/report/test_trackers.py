@@ -235,7 +235,7 @@ def test_tensorboard_reports_the_last_event_that_it_cannot_write(
 
 def plan_of(rundir: RunDir, *names: str) -> Any:
     """Return what `Trackers` reads of a plan."""
-    log = SimpleNamespace(trackers=list(names), project=None)
+    log = SimpleNamespace(chosen_trackers=list(names), project=None)
     return SimpleNamespace(rundir=rundir, recipe=SimpleNamespace(log=log, name="mine"))
 
 
@@ -337,6 +337,7 @@ def problems(text: str, folder: Path, *overrides: str) -> str:
 def test_recipes_with_trackers_that_cannot_work_are_refused(tmp_path: Path, fakes: Path) -> None:
     assert problems("log: {trackers: [wandb], project: p}", tmp_path) == ""
     assert "a list of tensorboard, wandb, mlflow, trackio" in problems("log: {trackers: [comet]}", tmp_path)
-    assert "is called log.trackers here: [tensorboard]" in problems("log: {tensorboard: true}", tmp_path)
+    assert "is short for log.trackers" in problems("log: {trackers: [wandb], tensorboard: false}", tmp_path)
+    assert problems("log: {tensorboard: true}", tmp_path, "log.trackers=[wandb]") == ""
     assert "has no effect without wandb" in problems("log: {project: p}", tmp_path)
     assert "an environment variable of the library" in problems("log: {wandb_entity: me}", tmp_path)
