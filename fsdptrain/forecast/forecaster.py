@@ -81,9 +81,9 @@ class Forecaster:
     def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
         """Forecast a plan on its hardware.
 
-        `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json), `plot` (a
-        file for the timeline of the step) and `document` (see `server.estimate`). Raises RecipeError if the
-        model rejects the recipe, and FsdptrainError if the simulation fails.
+        `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json) and `plot`
+        (a file for the timeline of the step). Raises RecipeError if the model rejects the recipe, and FsdptrainError if
+        the simulation fails.
         """
         described = {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
         answer = self._child.ask({**job, **described, "pretend": not hardware.is_cpu})

@@ -25,7 +25,7 @@ from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
-from fsdptrain.model.attention import choose_attention, flash_recommendation
+from fsdptrain.model.attention import choose_attention
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
@@ -33,19 +33,14 @@ from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
-from fsdptrain.text import seconds
 
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
 
 def estimate(
-    plan: Plan, config: PreTrainedConfig, hardware: Hardware, pretend: bool, drawing: Path | None = None,
-    document: float | None = None,
-) -> Forecast:  # fmt: skip
-    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would.
-
-    `document` are the tokens of the document that a token belongs to, on average, if the data is known.
-    """
+    plan: Plan, config: PreTrainedConfig, hardware: Hardware, pretend: bool, drawing: Path | None = None
+) -> Forecast:
+    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
     notes = []
     bare = None
     if plan.recipe.model.attn_implementation in ("auto", "sdpa"):
@@ -55,7 +50,6 @@ def estimate(
     flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
         plan, masked = varied(plan, {"model.attn_implementation": "sdpa"}), False
-    card = hardware
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
     model = counted_model(plan, config) if bare is None or plan.freezes else bare
@@ -81,10 +75,6 @@ def estimate(
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
-    if kernel == varlen.NAME and attention:
-        for why, other in faster_attention(plan, card, hardware, document).items():
-            faster = time_of(plan, trace, other, tokens, useful_flops)["step_s"]
-            notes.append(f"{why}: {seconds(faster)} s a step instead of {seconds(time['step_s'])} s")
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
@@ -102,22 +92,6 @@ def counted_model(plan: Plan, config: PreTrainedConfig) -> Any:
     """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
     compute = plan.recipe.fsdp.mixed_precision.param_dtype
     return freeze(skeleton(config, plan.recipe.model, compute), plan.recipe)
-
-
-def faster_attention(plan: Plan, card: Hardware, hardware: Hardware, document: float | None) -> dict[str, Hardware]:
-    """Return why the attention of packed rows may be faster than forecast → the card with that.
-
-    `hardware` is the card with the kernel that is used, `document` the tokens of the document that a token is in.
-    """
-    found = {}
-    if name := card.faster_flash:
-        found[f"{flash_recommendation(name)}; its forecast"] = card.with_attention(name)
-    if document and (longer := plan.recipe.data.seq_len / document) > 1:
-        found[
-            f"attention is counted for rows of one document; a token of this data is in one of {document:,.0f} tokens "
-            "on average, with which the forecast is at best"
-        ] = hardware.with_attention_times(longer)
-    return found
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
@@ -225,7 +199,7 @@ def main() -> None:
                 config = AutoConfig.from_pretrained(folder)
             else:
                 config = load_config(plan, job.get("vocab_size"))
-            forecast = estimate(plan, config, hardware, job["pretend"], drawing, job.get("document"))
+            forecast = estimate(plan, config, hardware, job["pretend"], drawing)
             send(dataclasses.asdict(forecast))
         except FsdptrainError as error:
             send({"error": to_record(error)})

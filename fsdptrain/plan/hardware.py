@@ -110,13 +110,6 @@ class Hardware:
         """Whether FlashAttention runs on this card: not before Ampere."""
         return "flash" in self.attention_share
 
-    @property
-    def faster_flash(self) -> str | None:
-        """The key of a successor of FlashAttention 2 that torch's varlen operator could use here, but does not."""
-        if self.flash != "flash" or self.name == CUSTOM_NAME:
-            return None
-        return next((name for name in ("FA3", "FA4") if name in self.attention_share), None)
-
     def with_attention(self, kernel: str) -> Hardware:
         """Return this card if `kernel`, a key of `attention_share`, computes what flash and cuDNN would.
 
@@ -127,11 +120,6 @@ class Hardware:
         flash = self.attention_share.get(kernel, self.attention_share["flash"])
         others = {key: shares for key, shares in self.attention_share.items() if key != "cudnn"}
         return dataclasses.replace(self, attention_share={**others, "flash": flash})
-
-    def with_attention_times(self, factor: float) -> Hardware:
-        """Return this card if attention were so many times as fast."""
-        shares = {kernel: [factor * share for share in pair] for kernel, pair in self.attention_share.items()}
-        return dataclasses.replace(self, attention_share=shares)
 
 
 def dtype_fault(recipe: Recipe, card: str, bf16: bool, float8: bool) -> str | None:

@@ -129,8 +129,7 @@ def check_step(
         findings.add_problem(RecipeError(fault))
         return
     findings.send_busy("simulating a step")
-    document = findings.levels.get("data", {}).get("document")
-    forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot, document=document)
+    forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
     # The forecast comes first, because the verdict reads it; other plans last, because their search takes minutes.
     cost = run_cost(forecast, plan, steps, request.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost

@@ -112,29 +112,6 @@ def test_the_plot_has_its_labels(tmp_path: Path) -> None:
     assert [name for name in COLOURS if name in everything] == drawn, "none below a thousandth of the peak"
 
 
-LONG_NAME = "a-recipe-whose-name-goes-on-and-on-" * 6
-
-
-@pytest.mark.parametrize("scale", [GIB, 2000 * GIB, 30_000], ids=["GiB", "TiB", "KiB"])
-def test_nothing_is_cut_off_at_the_border(tmp_path: Path, scale: int) -> None:
-    import numpy as np
-    from matplotlib.image import imread
-
-    def scaled(event: Event) -> Event:
-        return event._replace(size=event.size * scale // GIB) if isinstance(event, Alloc) else event
-
-    trace = made_up(8, 20)
-    lowest = Alloc(Storage(CARD, "recomputed activations"), scale, 0)
-    last_moment = Moment("backward of model.language_model.decoder.layers.117")
-    highest = Alloc(Storage(CARD, "communication buffers"), 9 * scale, 0)
-    trace = Trace([lowest, *map(scaled, trace.before)], [*map(scaled, trace.events), last_moment, highest])
-    draw_timeline(trace, CARD, 10 * scale, tmp_path / "step.png", LONG_NAME)
-    plot = imread(tmp_path / "step.png")[..., :3]
-    border = np.concatenate([plot[:5].reshape(-1, 3), plot[-5:].reshape(-1, 3)])
-    border = np.concatenate([border, plot[:, :5].reshape(-1, 3), plot[:, -5:].reshape(-1, 3)])
-    assert border.min() == 1, "the border is white"
-
-
 def test_equal_traces_give_equal_files_and_leave_matplotlibs_settings_alone(tmp_path: Path) -> None:
     import matplotlib
 
