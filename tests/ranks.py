@@ -71,14 +71,12 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 
 
 def evaluated(run: Trainer) -> dict[str, Any]:
-    """Return the fields of the event of an evaluation."""
     with patch.object(run.reporter, "event") as event:
         run.evaluate(0)
     return dict(event.call_args.kwargs)
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
@@ -234,7 +232,6 @@ def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict
 
 
 def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Resume from the newest checkpoint; return its step, the curve and the digests of the samples."""
     run = build(recipe, overrides)
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
@@ -275,12 +272,10 @@ def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps
 
 
 def resumes(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Resume each variant; return its curve."""
     return {name: resume(recipe, overrides, steps)["curve"] for name, overrides in variants.items()}
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Make some steps of each variant and export it; return the traceback of each failure, by name."""
     wrong = {}
     for name, overrides in variants.items():
         try:
@@ -420,7 +415,6 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1, bad
 
 
 def digest_of(run: Trainer) -> str:
-    """Return a digest of this rank's weights and optimizer state."""
     digest = hashlib.sha256()
     for part, state in run.engine.optimizer.state.items():
         for tensor in filter(torch.is_tensor, (part, *state.values())):
@@ -429,7 +423,6 @@ def digest_of(run: Trainer) -> str:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -456,7 +449,6 @@ def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str]
 
 
 def main() -> NoReturn:
-    """Run a function of a module on this rank, write its result, and end the process."""
     _, home, job, out, arguments = sys.argv
     sys.path.insert(0, str(Path(home).parent))
     function = getattr(importlib.import_module(Path(home).stem), job)

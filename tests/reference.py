@@ -52,7 +52,6 @@ def documents_of(corpus: Corpus, sequences: Sequence[int]) -> Documents:
 
 
 def batches_of(stream: Stream, size: int, steps: int) -> list[Documents]:
-    """The documents of the first batches of a run, whose sequences are in the order of its stream."""
     return [documents_of(stream.corpus, stream.at(range(step * size, (step + 1) * size))) for step in range(steps)]
 
 
@@ -97,7 +96,6 @@ def plain_adamw(model: Any) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def plain_loss(folder: str, documents: Documents) -> float:
-    """Mean cross-entropy over the labels of some documents, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return mean_loss(model, dict(model.named_parameters()), documents, torch.float32).item()
 
@@ -162,7 +160,6 @@ def plain_dpo(
 
 
 def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
-    """The largest relative difference of the losses and of the gradient norms of two curves."""
     left, right = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((left - right).abs() / right.abs()).amax(dim=0)
     return worst[0].item(), worst[1].item()

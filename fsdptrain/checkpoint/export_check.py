@@ -24,7 +24,7 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.config import own_classes
-from fsdptrain.model.patches import import_quietly, use_torch_operators
+from fsdptrain.model.patches import import_quietly, torch_operators
 from fsdptrain.model.skeleton import auto_class
 from fsdptrain.model.weights import stored_names
 from fsdptrain.plan.limits import available_memory
@@ -281,7 +281,7 @@ def main() -> None:
     """Send the logits of every export of the job, as NAME.ROW."""
     send = answer_parent()
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft would set them to first values
-    use_torch_operators()
+    torch_operators().start()
     job = next(records_of_parent())
     found: dict[str, torch.Tensor] = {}
     for name, export in job["exports"].items():

@@ -175,12 +175,6 @@ def installed_flash(major: int) -> list[str]:
     return [name for name in BEST_FLASH.get(major, ()) if [*metadata.distributions(name=PACKAGES[name])]]
 
 
-def flash_note(major: int) -> str | None:
-    """Return a note for a dry run if another implementation than FlashAttention 2 is installed."""
-    found = [FLASH_NAMES[name] for name in installed_flash(major)]
-    return f"{found[0]} is installed: the run uses it if it passes a trial with this model's heads" if found else None
-
-
 def flash_recommendation(name: str) -> str:
     """Return a note that recommends an implementation which is not installed."""
     return f"attention is computed by FlashAttention 2; {FLASH_NAMES[name]} is faster on this card: {INSTALL[name]}"

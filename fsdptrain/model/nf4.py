@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.model.patches import dtensor_like, import_quietly
+from fsdptrain.model.patches import dtensor_like, import_quietly, one_thread
 
 BLOCK = 64  # weights of a row that share one scale
 GROUP = 256  # scales that share one scale of their own
@@ -223,16 +223,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantise_scales(absmax: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the scales float32 [out, in / 64] of a whole weight as uint8 of the same shape, `scales` and `offset`."""
-    offset = _mean(absmax.flatten())
+    with one_thread():  # the sum of several depends on their number
+        offset = absmax.flatten().mean()
     coded, scales = torch.ops.bitsandbytes.quantize_blockwise(absmax.flatten() - offset, code, GROUP)
     return coded.view_as(absmax), scales, offset
-
-
-def _mean(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a vector, computed by one thread: the sum of several depends on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return values.mean()
-    finally:
-        torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -55,15 +56,20 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(local.contiguous(), like._spec, requires_grad=False)
 
 
+# A context in which transformers builds DTensors from local tensors without moving them, as its own function does with
+# `DTensor.from_local`, to the device of the mesh: the weights of `fsdp.cpu_offload` must stay in host memory.
+dtensors_stay_on_their_device = partial(mock.patch.object, core_model_loading, "_dtensor_from_local_like", dtensor_like)
+
+
 @contextlib.contextmanager
-def dtensors_stay_on_their_device() -> Iterator[None]:
-    """Let transformers build DTensors from local tensors without moving them: with `fsdp.cpu_offload` to the GPU.
-
-    Replaces `transformers.core_model_loading._dtensor_from_local_like`, which calls `DTensor.from_local`.
-    """
-
-    with mock.patch.object(core_model_loading, "_dtensor_from_local_like", dtensor_like):
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread inside the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def import_quietly(name: str) -> Any:
@@ -82,20 +88,10 @@ def import_quietly(name: str) -> Any:
         sys.modules.update(hidden)
 
 
-def use_torch_operators() -> None:
-    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
-
-    Replaces `transformers.integrations.hub_kernels.is_torchdynamo_exporting`. Where causal_conv1d, fla and mamba_ssm
-    are installed, transformers calls them on any device, although they need a GPU, unless a model is exported.
-    """
-    hub_kernels.is_torchdynamo_exporting = lambda: True
-
-
-@contextlib.contextmanager
-def torch_operators() -> Iterator[None]:
-    """Apply `use_torch_operators` inside the context only."""
-    with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
-        yield
+# A context in which state space models and linear attention run transformers' own torch code; after `start()` it does not
+# end. Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, although they need a
+# GPU, unless a model is exported.
+torch_operators = partial(mock.patch.object, hub_kernels, "is_torchdynamo_exporting", lambda: True)
 
 
 def find_documents_without_waiting(packed: bool) -> None:
@@ -103,7 +99,7 @@ def find_documents_without_waiting(packed: bool) -> None:
 
     Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the position ids.
     """
-    masking_utils.find_packed_sequence_indices = functools.partial(documents_of, packed=packed)
+    masking_utils.find_packed_sequence_indices = partial(documents_of, packed=packed)
 
 
 def documents_of(position_ids: torch.Tensor, packed: bool) -> torch.Tensor | None:

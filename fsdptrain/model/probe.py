@@ -9,7 +9,6 @@ this takes about a second on a CPU for a model of any size.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -88,7 +87,7 @@ class Probe:
         ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
         if document:
             ids, positions = ids[:1, document], positions[:1, document]
-        with torch.no_grad(), patches.torch_operators(), _CheapProducts(), _one_thread():
+        with torch.no_grad(), patches.torch_operators(), _CheapProducts(), patches.one_thread():
             found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
         return found[0].float()
 
@@ -96,16 +95,6 @@ class Probe:
 def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether two tensors are equal but for rounding."""
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def bounds_of(rows: list[list[int]]) -> torch.Tensor:

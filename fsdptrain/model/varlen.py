@@ -60,13 +60,13 @@ def attend_within_documents(
     itself and the `sliding_window` - 1 tokens before it, by default all of its document. With `context` S are this
     rank's tokens of each row. Raises RecipeError for what the kernel does not compute.
     """
-    _check_supported(module, (query, key, value), attention_mask, dropout, documents, others)
+    # The kernel needs one size for all heads. Added zeros change no score and no other element of the result.
+    padded = -(-max(query.shape[3], value.shape[3]) // 8) * 8
+    _check_supported(module, (query, key, value), padded, attention_mask, dropout, documents, others)
     assert documents is not None
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
     rows, heads, length, size = query.shape
-    # The kernel needs one size for all heads. Added zeros change no score and no other element of the result.
-    padded = _size_in_kernel(query, value)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     q, k, v = (functional.pad(x, (0, padded - x.shape[2])) if x.shape[2] < padded else x for x in (q, k, v))
     if not TAKES_GROUPS:
@@ -78,20 +78,14 @@ def attend_within_documents(
     return (out if context is None else context.to_tokens(out)), None
 
 
-def _size_in_kernel(query: torch.Tensor, value: torch.Tensor) -> int:
-    return -(-max(query.shape[3], value.shape[3]) // 8) * 8
-
-
 AttentionInterface.register(NAME, attend_within_documents)
 
 
 def _check_supported(
-    module: Any, qkv: tuple[torch.Tensor, ...], mask: Any, dropout: float, documents: Any, others: dict[str, Any]
+    module: Any, qkv: tuple[torch.Tensor, ...], size: int, mask: Any, dropout: float, documents: Any, others: Any
 ) -> None:
-    """Raise RecipeError if a call of an attention layer asks for what the kernel does not compute."""
     causal = others.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    size = _size_in_kernel(qkv[0], qkv[2])
     reasons = {
         "its attention layers do not get `documents` from its forward": documents is None,
         "it builds a mask itself": mask is not None,
@@ -106,12 +100,10 @@ def _check_supported(
             qkv[0].device.type == "cuda" and qkv[0].dtype not in (torch.bfloat16, torch.float16)
         ),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise RecipeError(
-                f"model.attn_implementation: sdpa cannot compute this model in torch's varlen kernel: {reason}; use "
-                "eager"
-            )
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        raise RecipeError(
+            f"model.attn_implementation: sdpa cannot compute this model in torch's varlen kernel: {reason}; use eager"
+        )
 
 
 def used_by(model: Any) -> bool:

@@ -120,14 +120,6 @@ def check_weights(bare: Any, plan: Plan, files: list[str]) -> StoredNames:
             f"model.id: {plan.recipe.model.id} does not fit the architecture: unknown: {listed(names.unknown, 3)}; to "
             "train and export the model without these tensors, list their names or patterns in model.ignore_weights"
         )
-    ends = token_parameters(bare)
-    before = [slices[key].get_shape()[0] for key, name in names.known.items() if name in ends]
-    grown = {rows for rows in before if rows not in {param.shape[0] for param in ends.values()}}
-    if short := [key for key in names.carried if grown.intersection(slices[key].get_shape()[:1])]:
-        raise RecipeError(
-            f"model.add_tokens: {short[0]}, which is exported as it is, has no rows for them: leave its layer out with "
-            "model.ignore_weights"
-        )
     if idle := [each for each in ignored if not any(fnmatchcase(name, each) for name in names.ignored)]:
         raise RecipeError(
             f"model.ignore_weights: {idle[0]!r} matches no tensor that {type(bare).__name__} does not know: remove it"

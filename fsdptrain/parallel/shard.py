@@ -27,7 +27,7 @@ from fsdptrain.model.attention import avoid_wrong_kernel
 from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
-from fsdptrain.model.patches import find_documents_without_waiting, use_torch_operators
+from fsdptrain.model.patches import find_documents_without_waiting, torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
@@ -68,7 +68,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
         tiles.install()
-        use_torch_operators()
+        torch_operators().start()
     elif world.device.type == "cuda":  # a simulation chooses itself whether masks are built
         find_documents_without_waiting(recipe.documents_share_sequences)
         if recipe.model.attn_implementation == "sdpa":

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
-from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import quantised_ids, saved_tensors
 from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied, weights_of
 from fsdptrain.plan.hardware import Hardware
@@ -49,10 +48,6 @@ def check_model(
                 pass  # reading them finds values that are not finite
     if note := base_note(plan.recipe):
         findings.add_note(note)
-    if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
-        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        if note := attention.flash_note(major):
-            findings.add_note(note)
     model = describe_model(ready.plan, ready.trained, ready.units)
     findings.add_values("model", model, HEADING, *model_lines(model))
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))

@@ -60,7 +60,6 @@ def planned(recipe: Path, *words: str) -> Plan:
 
 
 def ids_of(tokenizer: Any) -> range:
-    """Return the ids of the added tokens, which follow one another."""
     ids = tokenizer.convert_tokens_to_ids(ADDED)
     assert ids == [*range(ids[0], ids[0] + len(ADDED))]
     return range(ids[0], ids[-1] + 1)

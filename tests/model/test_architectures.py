@@ -50,7 +50,6 @@ NEEDED = {  # overrides that their error messages name
 
 
 def random_model(kind: str, folder: Path) -> None:
-    """Write a tiny random model of this architecture, as transformers itself writes it."""
     own = dict(ARCHITECTURES[kind])
     config = AutoConfig.for_model(own.pop("model_type", kind), **({} if kind == "gpt2" else COMMON) | own)
     config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = 512, None, 0, 0

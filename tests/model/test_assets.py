@@ -35,7 +35,6 @@ def tokenizer_in(folder: Path, template: str | None = None, **special: str) -> A
 
 
 def prepared(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Plan, Any, Any]:
-    """Return plan, config and skeleton of a run."""
     written = load(write_recipe(tmp, **changes))
     plan = make_plan(written, find_topology(written.recipe, {}))
     config = load_config(plan, vocabulary_size(tokenizer))

@@ -30,7 +30,6 @@ def causal(length: int) -> torch.Tensor:
 
 
 def documents(*rows: list[int]) -> torch.Tensor:
-    """Return the mask of rows of documents of these lengths."""
     apart = []
     for lengths in rows:
         number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -104,7 +103,6 @@ def errors(found: Made, exact: Made) -> list[float]:
 def compared(
     mask: torch.Tensor | None, length: int, heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> tuple[list[float], list[float]]:
-    """Return the errors of the tiles and of torch's own kernel in this dtype, against float64."""
     *qkv, grad = inputs(length, heads, groups, size, dtype)
     scale = 0.8 * size**-0.5
     exact = differentiated(of_torch(mask, scale), [x.double() for x in qkv], grad.double())
@@ -152,7 +150,6 @@ def test_the_operator_passes_the_checks_of_torch(mask: torch.Tensor | None, dtyp
 
 
 def needed(operator: Any, *args: Any) -> int:
-    """Return the peak of the bytes that an operator allocates, its results included."""
     with torch.profiler.profile(profile_memory=True) as profiler:
         operator(*args)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -178,7 +175,6 @@ def test_its_workspace_is_predicted(dtype: torch.dtype, heads: int, groups: int,
 
 
 def pairs(found: list[Tile]) -> int:
-    """Return how many pairs of a query and a key are computed."""
     return sum(
         (t.rows.stop - t.rows.start) * (t.queries.stop - t.queries.start) * (t.keys.stop - t.keys.start) for t in found
     )
@@ -249,7 +245,6 @@ def model_of(kind: str, kernel: str = "sdpa") -> Any:
 
 
 def trained(model: Any, rows: tuple[torch.Tensor, ...] = PACKED) -> dict[str, torch.Tensor]:
-    """Return the logits of packed rows, and every gradient."""
     positions = torch.stack(rows)
     ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -45,7 +45,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def variant(recipe: Path, kind: str, *words: str) -> list[str]:
-    """Return the overrides that train adapters on the experts of a model."""
     tmp = recipe.parent
     return [f"model.id={tmp / kind}", f"output_dir={tmp / 'runs' / kind}", f"adapter.target={TARGETS[kind]}", *words]
 
@@ -58,7 +57,6 @@ class Plain:
         self.factors = {name: value.clone().requires_grad_() for name, value in start.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights with the adapters added."""
         found = dict(self.model.named_parameters())
         for name, a in self.factors.items():
             owner, is_a, _ = name.partition(".lora_A.")
@@ -81,7 +79,6 @@ class Plain:
         return mean_loss(self.model, self.weights(), batch, torch.float32)
 
     def curve(self, batches: list[Any], rates: list[float]) -> list[list[float]]:
-        """Return [loss, gradient norm] of each step."""
         optimizer = torch.optim.AdamW(self.factors.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         found = []
         for batch, rate in zip(batches, rates, strict=True):

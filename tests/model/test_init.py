@@ -33,7 +33,6 @@ ALIKE = (  # `_init_weights` is that of another kind, but for the names of its c
 
 
 def as_transformers_draws(kind: str, seed: int) -> tuple[Tensors, Tensors]:
-    """Return parameters and buffers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager", dtype=torch.float32)
     return {name: param.detach() for name, param in model.named_parameters()}, dict(model.named_buffers())

@@ -8,33 +8,23 @@ import pytest
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
+from test_nf4 import quantised
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.model.lora import AdaptedLinear
-from fsdptrain.model.nf4 import NF4Linear, dynamic_code, quantise_rows, quantise_scales
 
 IN, OUT, RANK = 128, 192, 3
 KINDS = ("linear", "bias", "conv1d", "nf4")
 
 
 def base_layer(kind: str, dtype: torch.dtype) -> Any:
-    """Return a frozen layer of IN → OUT."""
     layer: Any = Conv1D(OUT, IN) if kind == "conv1d" else nn.Linear(IN, OUT, bias=kind == "bias")
     layer.to(dtype)
-    if kind == "nf4":
-        quantised = NF4Linear(OUT, IN, None, dtype)
-        code = dynamic_code()
-        packed, absmax = quantise_rows(layer.weight.detach())
-        coded, scales, offset = quantise_scales(absmax, code)
-        quantised.weight, quantised.absmax = (nn.Parameter(t, requires_grad=False) for t in (packed, coded))
-        quantised.scales, quantised.offset, quantised.code = scales, offset, code
-        layer = quantised
-    return layer.requires_grad_(False)
+    return quantised(layer.weight.detach()) if kind == "nf4" else layer.requires_grad_(False)
 
 
 def adapted(kind: str, dtype: torch.dtype, dropout: float) -> Any:
-    """Return peft's layer on a frozen one, with weights that are not zero."""
     config = LoraConfig(lora_dropout=dropout, fan_in_fan_out=kind == "conv1d")
     layer: Any = Linear(base_layer(kind, dtype), "default", config, r=RANK, lora_alpha=7)
     nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
@@ -44,7 +34,6 @@ def adapted(kind: str, dtype: torch.dtype, dropout: float) -> Any:
 
 
 def results(layer: Any, x: torch.Tensor, grad: torch.Tensor, needs_x: bool) -> list[torch.Tensor | None]:
-    """Return the output, and the gradients of the input and of the adapter."""
     x = x.clone().requires_grad_(needs_x)
     layer.zero_grad()
     torch.manual_seed(5)  # of dropout

@@ -33,7 +33,6 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def gradients(function: Any, inputs: list[torch.Tensor | None], scale: float) -> tuple[torch.Tensor, list[Any]]:
-    """Return the value, and the gradients of `scale` times it."""
     leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
     value = function(*leaves)
     (value * scale).backward()
@@ -183,7 +182,6 @@ def test_compiled_it_is_one_graph_for_each_length_of_chunks(
         found.append(counters["stats"]["unique_graphs"])
         pairs = zip([made[0], *made[1][:2]], [expected[0], *expected[1][:2]], strict=True)
         worst = [float((a - b).float().norm() / b.float().norm()) for a, b in pairs]
-        print(f"{backend} {dtype}, divided by {divisor}: {worst}")
         assert worst[0] < (1e-6 if dtype == torch.float32 else 1e-3)
         assert max(worst) < (1e-6 if dtype == torch.float32 else 1e-2)  # inductor does not round between operators
     assert found == [2] * 4 and not counters["graph_break"]
@@ -204,8 +202,6 @@ def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Records the most elements of any new tensor."""
-
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,8 +226,6 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
 
 
 class Turned(nn.Module):
-    """A causal LM that computes something between decoder and head."""
-
     def __init__(self, between: bool) -> None:
         super().__init__()
         self.config = PreTrainedConfig()

@@ -81,7 +81,6 @@ class Case:
     gradients: float = 1e-5
 
     def overrides(self, recipe: Path) -> list[str]:
-        """Return the overrides of the recipe."""
         return [*self.words, f"model.id={recipe.parent / self.model}"]
 
 
@@ -109,7 +108,6 @@ MODELS = {  # fused projections, transposed weights, experts, clipping in place,
 
 
 def adapter_recipe(tmp: Path, **changes: Any) -> Path:
-    """Write a recipe that trains adapters of rank 3 beside a random Llama."""
     if not (tmp / "model").exists():
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(tmp / "model")
@@ -181,7 +179,6 @@ class Parity:
         return dict(ranks[0])
 
     def _distances(self, name: str, curve: Any, made: dict[str, Any]) -> tuple[float, float, float]:
-        """Return the distances of losses, gradient norms, and of the gradient that is farthest from the expected."""
         kind, start = name.partition(" × ")[0], made["start"]
         if kind not in self._expected:
             self._expected[kind] = (start, reference(self.recipe, self.cases[kind], start, self.steps))
@@ -568,7 +565,6 @@ def test_peft_opens_adapters_on_dense_and_shared_experts(kind: str, target: Any,
 
 
 def adapted_words(model: Any) -> str:
-    """Return the last words of the names of what has an adapter."""
     names = [name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name]
     return " ".join(sorted({name.rpartition(".")[2] for name in names}))
 

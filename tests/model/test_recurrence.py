@@ -72,7 +72,6 @@ def test_a_document_has_the_logits_and_gradients_it_has_alone(kind: str) -> None
         float((gradient - expected[name]).norm() / expected[name].norm())
         for name, gradient in gradients(model).items() if expected[name].norm() > 1e-6
     )  # fmt: skip
-    print(f"{kind}: logits {difference:.1e}, worst gradient {worst:.1e}")
     assert worst < 1e-4
 
 
@@ -114,7 +113,6 @@ def test_curves_of_packed_hybrids_agree_with_a_plain_loop(recipe: Path, tmp_path
     for kind, folder in folders.items():
         expected = plain_curve(folder, batches, cosine_rates(3e-4, 3), torch.float32)
         worst = largest_difference(found[kind], expected)
-        print(f"{kind}: loss {worst[0]:.1e}, norm {worst[1]:.1e}")
         assert max(worst) < 1e-5, kind
 
 

@@ -65,7 +65,6 @@ def each_alone(rows: list[list[int]], window: int | None, scale: float = 0.3) ->
 def compared(
     rows: list[list[int]], heads: int, groups: int, size: int, window: int | None, dtype: torch.dtype
 ) -> tuple[list[float], list[float]]:
-    """Return the errors of varlen, and of torch's kernel for each document in this dtype, against float64."""
     *qkv, grad = inputs(sum(rows[0]), heads, groups, size, dtype)
     exact = differentiated(each_alone(rows, window), [x.double() for x in qkv], grad.double())
     found = differentiated(in_varlen(rows, window), qkv, grad)
@@ -90,8 +89,6 @@ def test_a_document_is_computed_by_itself(name: str, heads: int, groups: int, si
     worst = max(compared(ROWS[name], heads, groups, size, window, torch.float32)[0])
     assert worst < 1e-5
     found, others = compared(ROWS[name], heads, groups, size, window, torch.bfloat16)
-    print(f"{name}, {heads}/{groups} heads of {size}, window {window}: float32 {worst:.1e}, bf16 {max(found):.1e} "
-          f"(torch's kernel {max(others):.1e})")  # fmt: skip
     assert all(a <= max(2 * b, 4e-3) for a, b in zip(found, others, strict=True)), (found, others)
 
 
@@ -113,7 +110,6 @@ def test_heads_of_any_size_are_padded(size: int, of_values: int, dtype: torch.dt
     found = differentiated(in_varlen(rows, None, None), qkv, grad)
     assert [x.shape for x in found] == [grad.shape, *(x.shape for x in qkv)]
     worst = max(errors(found, exact))
-    print(f"heads of {size} and {of_values}, {dtype}: {worst:.1e}")
     assert worst < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
@@ -174,7 +170,6 @@ def model_of(kind: str, kernel: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def called(lengths: list[list[int]]) -> dict[str, Any]:
-    """Return the arguments of a model for rows of documents."""
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     documents, longest = document_bounds(lengths)
     ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
@@ -182,7 +177,6 @@ def called(lengths: list[list[int]]) -> dict[str, Any]:
 
 
 def trained(model: Any, **passed: Any) -> dict[str, torch.Tensor]:
-    """Return the logits of packed rows, and every gradient."""
     logits = model(**passed, use_cache=False).logits
     model.zero_grad()
     logits.float().logsumexp(-1).square().mean().backward()
@@ -226,13 +220,11 @@ def test_a_model_computes_what_it_does_with_a_mask(kind: str, dtype: torch.dtype
     expected = trained(model_of(kind, "sdpa", dtype), **masked)
     request.getfixturevalue("no_masks")
     difference = worst(trained(model_of(kind, varlen.NAME, dtype), **called(PACKED)), expected)
-    print(f"{kind} {dtype}: worst difference to the mask path {difference:.1e}")
     assert difference < (2e-5 if dtype == torch.float32 else 4e-2)
 
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each call of the kernel in forward."""
     made: list[int] = []
     original = varlen._parts
     monkeypatch.setattr(varlen, "_parts", lambda bounds: made.append(1) or original(bounds))
@@ -312,7 +304,6 @@ def test_real_ranks_make_the_curve_of_the_mask_path(variants: dict[str, list[str
     for name, (masked, apart) in found.items():
         pairs = zip((x for step in masked for x in step), (x for step in apart for x in step), strict=True)
         difference = max(abs(a / b - 1) for a, b in pairs)
-        print(f"{name}: worst relative difference of loss, gradient norm and evaluation {difference:.1e}")
         assert masked != apart
         assert difference < (2e-3 if name == "bf16" else 1e-5)
 

@@ -49,7 +49,6 @@ def planned(recipe: Path, kind: str, *words: str) -> Plan:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's files, by their names there."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

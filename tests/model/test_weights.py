@@ -85,7 +85,6 @@ def test_the_ranks_of_a_copy_read_each_byte_once(tmp_path: Path) -> None:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the bytes of all tensors in the safetensors files below a folder."""
     return sum(tensor.nbytes for path in folder.rglob("*.safetensors") for tensor in load_file(path).values())
 
 
@@ -247,9 +246,6 @@ REJECTED = {  # overrides → text of the message
     "model.config.hidden_size=32": "of another shape: lm_head.weight",
     "model.config.num_hidden_layers=4": "missing: model.layers.3",
     "model.config.num_hidden_layers=2": "unknown: model.layers.2",
-    "model.config.hiden_size=64": "did you mean `hidden_size`",
-    "model.config.vocab_size=100": "the tokenizer has 512 tokens",
-    "data.seq_len=4096": "beyond the model's 256 positions",
     "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
     "model.id=recipes": "cannot read the configuration of 'recipes'",
@@ -276,7 +272,6 @@ Stored = dict[str, torch.Tensor]
 
 
 def plus(*names: str, size: tuple[int, ...] = (3, 5)) -> Callable[[Stored], Stored]:
-    """Return a function that adds tensors of these names to those of a file."""
     return lambda stored: stored | {name: torch.randn(size) for name in names}
 
 
@@ -332,7 +327,6 @@ ODD: dict[str, tuple[str, dict[str, Any], Callable[[Stored], Stored], str]] = {
 
 
 def odd_checkpoint(folder: Path, kind: str, own: dict[str, Any], change: Callable[[Stored], Stored]) -> None:
-    """Write a tiny random model whose file is changed."""
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(small_config(kind, **own), dtype=torch.float32).save_pretrained(folder)
     stored = change(load_file(folder / "model.safetensors"))
@@ -407,21 +401,6 @@ def test_layers_that_were_cut_are_not_taken_for_multi_token_prediction(tmp_path:
     for reason in ("model.init=random", "model.config.num_hidden_layers=3"):
         with pytest.raises(RecipeError, match="num_nextn_predict_layers: layers for multi-token prediction are never"):
             load_config(planned(tmp_path, reason, "model.config.num_nextn_predict_layers=1"), None)
-
-
-def test_a_copied_layer_without_rows_for_added_tokens_is_refused(tmp_path: Path) -> None:
-    def with_embedding(stored: Stored) -> Stored:
-        return {**with_mtp(stored), "model.layers.4.embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
-
-    odd_checkpoint(tmp_path / "model", "glm4_moe", {}, with_embedding)
-    rows = load_config(planned(tmp_path), None).vocab_size
-    for ignored in ("[]", "[model.layers.4.*]"):
-        plan = planned(tmp_path, "model.add_tokens=[<new>]", f"model.ignore_weights={ignored}")
-        bare = skeleton(load_config(plan, rows + 1), plan.recipe.model)
-        with (
-            contextlib.nullcontext() if "4" in ignored else pytest.raises(RecipeError, match=r"layers\.4\.embed_tokens")
-        ):
-            check_weights(bare, plan, safetensors_files(plan))
 
 
 def test_a_tie_that_the_recipe_asks_for_and_the_files_contradict_is_refused(tmp_path: Path) -> None:
@@ -550,7 +529,6 @@ def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) 
 
 
 def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
-    """SHA-256 of all weights at the start, by name."""
     found = {}
     for name, overrides in variants.items():
         run = build(recipe, overrides)

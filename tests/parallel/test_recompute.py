@@ -68,7 +68,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def curves(recipe: Path, options: dict[str, list[str]], tmp: Path, **how: Any) -> dict[str, dict[str, Any]]:
-    """Return what runs measure, by option and form of recomputation."""
     variants = {
         f"{option}/{form}": [*words, f"fsdp.activation_checkpointing={value}".replace("'", "").lower()]
         for option, words in options.items()
@@ -113,8 +112,6 @@ class Block(nn.Module):
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of an operator."""
-
     def __init__(self, operator: Any) -> None:
         super().__init__()
         self.operator, self.count = operator, 0

@@ -130,7 +130,6 @@ def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch
 
 
 def described(endpoint: str, **changes: Any) -> Rendezvous:
-    """Return a node of a run with such a description."""
     run = {"digest": "d", "name": "one", "output_dir": "/runs/one", "host": "n1", "versions": {"torch": "2.12"}}
     rendezvous.rendezvous_handler_registry._registry.clear()
     register_rendezvous(lambda *_: None, lambda: None, lambda: None, run=json.dumps(run | changes))

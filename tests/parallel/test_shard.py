@@ -176,7 +176,6 @@ def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> N
     for name in variants:
         dtype = name.partition(" ")[0]
         difference = max(largest_difference(found[name]["curve"], found[dtype]["curve"]))
-        print(f"{name}: graphs {found[name]['graphs']}, worst difference to eager {difference:.1e}")
         assert difference < (1e-5 if dtype == "float32" else 2e-3)
         assert found[name]["names"] == found[dtype]["names"]
         assert found[name]["graphs"] == [GRAPHS, 0]
@@ -456,12 +455,10 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def zero_root(output: torch.Tensor) -> torch.Tensor:
-    """Return zeros, whose gradient is not finite."""
     return (output - output.detach()).sqrt()
 
 
 def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """Return the same loss with a gradient of NaN."""
     loss.register_hook(lambda gradient: gradient * float("nan"))
     return loss
 
@@ -483,7 +480,6 @@ def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return the results of `poisoned`, of `masked`, and of `norms` of each variant."""
     found = {"poisoned": poisoned(recipe, []), "masked": masked(recipe, [])}
     return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
 

@@ -20,8 +20,6 @@ from fsdptrain.processes import StopRequest
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations on tensors while entered."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
