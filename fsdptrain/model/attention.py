@@ -145,10 +145,7 @@ def _cudnn_computes(plan: Plan, bare: Any) -> bool:
 
 
 def avoid_wrong_kernel(seq_len: int) -> None:
-    """Switch cuDNN's attention off in this process if its backward may give NaN with a mask at this length.
-
-    It does for `seq_len % 128 == 64` (pytorch#196678); other lengths between multiples of 128 are avoided as well.
-    """
+    """Switch cuDNN's attention off where its backward may give NaN: at `seq_len % 128 == 64` (pytorch#196678)."""
     if seq_len % 128:
         torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -213,10 +213,7 @@ def announce_no_mtp(config: Any) -> None:
 
 
 def resolved_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the values of a configuration that decide what is trained, by dotted key, as JSON would give them back.
-
-    They are those after all defaults and overrides. A limit of positions decides nothing where these are rotary.
-    """
+    """Return the values that decide what is trained, after all defaults, by dotted key, as JSON gives them back."""
     kinds = {str(one["rope_type"]) for one in rope_sets(config.get_text_config()) if "rope_type" in one}
     ignored = NOT_COMPARED | ({"max_position_embeddings"} if kinds == {"default"} else set())
     found: dict[str, Any] = {}
@@ -321,12 +318,9 @@ def _text_overrides(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the longest sequence that an architecture supports; None if its positions have no limit.
-
-    A factor that stretches rotary positions (yarn, for example) raises the limit by that factor, except for dynamic
-    ones: beyond the limit their frequencies depend on the longest sequence so far.
-    """
+    """Return the longest sequence that an architecture supports; None if its positions have no limit."""
     limit = next((n for key in ("max_position_embeddings", "max_seq_len") if (n := getattr(config, key, None))), None)
+    # A factor (yarn) stretches it, except a dynamic one: then frequencies depend on the longest sequence so far.
     stretched = [
         int(one["original_max_position_embeddings"] * (one.get("factor") or 1))
         for one in rope_sets(config)
@@ -345,10 +339,7 @@ def rope_sets(config: Any) -> list[dict[str, Any]]:
 
 
 def longrope_threshold(config: Any, seq_len: int) -> int | None:
-    """Return the position from which longrope changes the frequencies of a whole micro-batch, if `seq_len` reaches it.
-
-    Then padding must not have higher positions than documents.
-    """
+    """Return from which position longrope changes the frequencies of a whole micro-batch, if `seq_len` reaches it."""
     limits = [
         int(one["original_max_position_embeddings"])
         for one in rope_sets(config.get_text_config())
@@ -481,10 +472,7 @@ def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
 
 
 def end_of_turn(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> int | None:
-    """Return the special token that ends an assistant's turn in the chat template, where generation must stop.
-
-    None without one, and if the end-of-sequence token ends the turn.
-    """
+    """Return the special token that ends an assistant's turn, if that is not the end-of-sequence token; else None."""
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, **(template_kwargs or {}))

@@ -177,10 +177,7 @@ def loss_chunks(tokens: int, hidden: int) -> int:
 
 
 def loss_rows(vocab: int, device: str) -> int:
-    """Return for how many tokens at a time the chunked loss holds float32 logits.
-
-    On a CPU they fit into its caches (4 MiB); on a GPU they are enough to keep it busy (256 MiB).
-    """
+    """Return for how many tokens at a time float32 logits are held: 4 MiB for a CPU's caches, 256 MiB on a GPU."""
     return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 

@@ -88,8 +88,8 @@ def import_quietly(name: str) -> Any:
         sys.modules.update(hidden)
 
 
-# A context in which state space models and linear attention run transformers' own torch code; after `start()` it does not
-# end. Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, although they need a
+# A context in which state space models and linear attention run transformers' own torch code; `start()` never ends it.
+# Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, although they need a
 # GPU, unless a model is exported.
 torch_operators = partial(mock.patch.object, hub_kernels, "is_torchdynamo_exporting", lambda: True)
 

@@ -152,10 +152,7 @@ class Exchange:
 
 
 class AllToAll(torch.autograd.Function):
-    """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks. It is its own inverse.
-
-    torch has deprecated its own for one in a private module.
-    """
+    """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks: its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

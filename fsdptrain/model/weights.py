@@ -366,10 +366,7 @@ def _with_added_rows(bare: Any, slices: dict[str, Any], plan: Plan, added: Seque
 
 
 class _Grown(_Slice):
-    """A tensor of a file with `total` rows: those of `added` and those that the file lacks are the mean of the others.
-
-    Every rank that reads such a row reads the rows before them for their mean.
-    """
+    """A tensor with `total` rows: those of `added` and those that the file lacks are the mean of the others."""
 
     def __init__(self, rows: Any, total: int, added: Sequence[int]) -> None:
         super().__init__(rows)

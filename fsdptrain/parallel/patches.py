@@ -52,10 +52,7 @@ RELIES_ON = {
 
 
 def takes_two_dtypes() -> bool:
-    """Return whether FSDP2 takes several groups of parameters in a unit, and gathers integers as they are.
-
-    It does since torch 2.13. Before, a group has one dtype, to which all that is gathered is cast.
-    """
+    """Return whether FSDP2 takes several dtypes in a unit, and gathers integers as they are: since torch 2.13."""
     return TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -200,10 +197,7 @@ class NamedComm:
 
 
 def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
-    """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
-
-    torch's flight recorder numbers the collectives, but knows no units.
-    """
+    """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`."""
     for unit, groups in _groups_of_units(model).items():
         for group in groups:
             group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)

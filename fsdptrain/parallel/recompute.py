@@ -130,10 +130,7 @@ class Kept:
             self._offload.fetch_before(self._layer)
 
     def keep(self, result: Any) -> None:
-        """Keep the result of an operator: a tensor, or a tuple.
-
-        The largest part is sent last, because the computation waits for each copy when the next one is sent.
-        """
+        """Keep the result of an operator, its largest part last: the next one waits until it is sent."""
         parts = result if isinstance(result, tuple) else (result,)
         ascending = sorted(range(len(parts)), key=lambda i: getattr(parts[i], "nbytes", 0))
         sent = {i: self.send(parts[i]) for i in ascending}

@@ -137,10 +137,7 @@ def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
 
 
 def use_whole_shards(model: Any, plan: Plan) -> None:
-    """Compute with the allocated shards themselves where each rank has a whole copy, unless they have another dtype.
-
-    FSDP2 would copy them at each gather, although nothing comes from other ranks: they would take memory twice.
-    """
+    """Compute with allocated shards that are whole copies, unless they have another dtype: FSDP2 would copy them."""
     if not plan.has_whole_shards:
         return
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)

@@ -209,10 +209,7 @@ def make_context(plan: Plan, timeout: timedelta | None = None) -> Exchange | Non
 
 
 def first_row(tensor: DTensor) -> int:
-    """Return the number, in the whole tensor, of the first row of this rank's shard; 0 for a scalar.
-
-    FSDP2 gives each rank ⌈rows / ranks⌉ rows, as long as there are any.
-    """
+    """Return the number of the first row of this rank's shard, ⌈rows / ranks⌉ of them, in the whole tensor; else 0."""
     for dim, placement in enumerate(tensor.placements):
         if tensor.ndim and placement.is_shard(0):
             chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
@@ -221,10 +218,7 @@ def first_row(tensor: DTensor) -> int:
 
 
 def check_hosts_of_copies(plan: Plan, world: World) -> None:
-    """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one.
-
-    A launcher may number the ranks in another order than by nodes, and HYBRID_* shards within nodes.
-    """
+    """Raise RecipeError if ranks of several hosts share a copy that HYBRID_* is meant to keep on one."""
     if not plan.recipe.fsdp.strategy.in_groups or plan.recipe.fsdp.shard_size is not None:
         return
     hosts, strategy = world.hosts, plan.recipe.fsdp.strategy
