@@ -14,9 +14,8 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -129,8 +128,7 @@ BOUNDS = {  # a kernel → the dimension of the tokens in its tensors, and its a
 UNBOUNDED = ("mamba_inner_fn", "selective_scan_fn")  # kernels without such an argument
 
 
-@dataclass(frozen=True)
-class SequenceKernel:
+class SequenceKernel(NamedTuple):
     """A kernel for training: its name, its distribution, and whether that is installed and takes bounds."""
 
     name: str

@@ -252,15 +252,13 @@ class Offload:
     """Sends tensors of layers to host memory in forward, and fetches them in backward."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device, self._module = device, torch.get_device_module(device)
         self._newest: weakref.ref[_Layer] | None = None
         self._sending: weakref.ref[_Offloaded] | None = None
         self._free: dict[int, list[torch.Tensor]] = {}  # bytes → pieces of host memory, which are never given back
 
     @functools.cached_property
     def _stream(self) -> Any:
-        assert self._module is not None
         return self._module.Stream()
 
     def next_layer(self) -> _Layer:
@@ -283,7 +281,7 @@ class Offload:
         self._copy(waiting.in_host, tensor, waiting)
         layer.tensors.append(weakref.ref(waiting))
         self._sending = weakref.ref(waiting)
-        if self._module is None:
+        if self._device.type == "cpu":
             self._free_sent()
         return waiting
 
@@ -320,18 +318,14 @@ class Offload:
             waiting.free()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: _Offloaded) -> None:
-        """Copy after all that computes now, on the stream for copies."""
-        if self._module is None:
-            target.copy_(source)
-            return
+        """Copy after all that computes now, on the stream for copies; a CPU's stands for none."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
             waiting.event = self._stream.record_event()
 
     def _wait_for(self, waiting: _Offloaded) -> None:
-        if self._module is not None:
-            self._module.current_stream().wait_event(waiting.event)
+        self._module.current_stream().wait_event(waiting.event)
 
 
 def _host_memory(size: int, device: torch.device) -> torch.Tensor:

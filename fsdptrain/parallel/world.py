@@ -38,14 +38,12 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True)  # into pinned memory, so that the host does not wait
-        self._copied: Any = None
-        if tensor.device.type != "cpu":
-            self._copied = torch.get_device_module(tensor.device).Event()
-            self._copied.record()
+        self._copied = torch.get_device_module(tensor.device).Event()  # a CPU's is always complete
+        self._copied.record()
 
     def done(self) -> bool:
         """Return whether the copy is complete."""
-        return self._copied is None or bool(self._copied.query())
+        return bool(self._copied.query())
 
     def wait(self) -> None:
         """Wait until the copy is complete."""

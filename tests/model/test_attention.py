@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -238,18 +238,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def model_of(kind: str, kernel: str = "sdpa") -> Any:
-    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
+def model_of(kind: str, kernel: str = "sdpa", dtype: torch.dtype = torch.float32, **own: Any) -> Any:
+    config = AutoConfig.for_model(kind, **SIZES | (own or MODELS.get(kind, {})))
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
 
 
-def trained(model: Any, rows: tuple[torch.Tensor, ...] = PACKED) -> dict[str, torch.Tensor]:
-    positions = torch.stack(rows)
+def trained(model: Any, rows: Sequence[torch.Tensor] = PACKED, **passed: Any) -> dict[str, torch.Tensor]:
+    """Return the logits of rows with these position ids, and every gradient."""
+    positions = torch.stack([*rows])
     ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits = model(input_ids=ids, position_ids=positions, **passed, use_cache=False).logits
     model.zero_grad()
-    logits.logsumexp(-1).square().mean().backward()
+    logits.float().logsumexp(-1).square().mean().backward()
     return {"logits": logits.detach()} | {name: param.grad for name, param in model.named_parameters()}
 
 

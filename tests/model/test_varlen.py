@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from ranks import build, curve
 from simulated import config_of, plan_of
 from support import on_ranks, write_recipe
-from test_attention import SIZES, differentiated, errors, in_checkpoint, inputs
+from test_attention import SIZES, differentiated, errors, in_checkpoint, inputs, model_of, trained
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
 from fsdptrain.config.schema import Model, Recomputation
@@ -163,24 +163,11 @@ MODELS: dict[str, dict[str, Any]] = {
 PACKED = [[90, 1, 109], [150, 50]]
 
 
-def model_of(kind: str, kernel: str, dtype: torch.dtype = torch.float32) -> Any:
-    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
-
-
-def called(lengths: list[list[int]]) -> dict[str, Any]:
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+def called(lengths: list[list[int]], masked: bool = False) -> dict[str, Any]:
+    """Return the arguments of `trained` for rows of documents."""
     documents, longest = document_bounds(lengths)
-    ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
-    return {"input_ids": ids, "position_ids": positions, "documents": documents, "longest_document": longest}
-
-
-def trained(model: Any, **passed: Any) -> dict[str, torch.Tensor]:
-    logits = model(**passed, use_cache=False).logits
-    model.zero_grad()
-    logits.float().logsumexp(-1).square().mean().backward()
-    return {"logits": logits.detach()} | {name: param.grad for name, param in model.named_parameters()}
+    rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return {"rows": rows} | ({} if masked else {"documents": documents, "longest_document": longest})
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -215,11 +202,9 @@ def test_documents_are_found_without_reading_the_position_ids() -> None:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 def test_a_model_computes_what_it_does_with_a_mask(kind: str, dtype: torch.dtype, request: Any) -> None:
-    masked = called(PACKED)
-    del masked["documents"], masked["longest_document"]
-    expected = trained(model_of(kind, "sdpa", dtype), **masked)
+    expected = trained(model_of(kind, "sdpa", dtype, **MODELS[kind]), **called(PACKED, masked=True))
     request.getfixturevalue("no_masks")
-    difference = worst(trained(model_of(kind, varlen.NAME, dtype), **called(PACKED)), expected)
+    difference = worst(trained(model_of(kind, varlen.NAME, dtype, **MODELS[kind]), **called(PACKED)), expected)
     assert difference < (2e-5 if dtype == torch.float32 else 4e-2)
 
 
