@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SITE = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 # The folder of the machine's own torch, or what pip installs torch from; read when needed: nvidia-smi may take seconds.
-TORCH = $(shell $(PYTHON) -m fsdptrain.plan.driver)
+TORCH = $(shell $(PYTHON) -m fsdptrain.plan.gpus)
 
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,13 +49,14 @@ smoke: install
 # recipes, which are skipped with 2.11, where attention keeps more. One version: make versions ONLY=2.15
 # Each has an environment in VERSIONS with torch's plain wheel (with CUDA, 7 GB each) and what else .venv has.
 VERSIONS ?= /tmp/fsdptrain-versions
+READ_TORCH = $$($(BIN)/python -c "from fsdptrain.plan.gpus import READ_TORCH; print(*READ_TORCH)")
 CORE = tests/test_patches.py tests/forecast tests/forecast/test_forecast.py tests/parallel \
 	tests/model/test_float8.py tests/model/test_init.py tests/model/test_loss.py tests/model/test_nf4.py \
 	tests/model/test_precision.py tests/model/test_varlen.py tests/model/test_weights.py \
 	tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
 	tests/checkpoint/test_checkpoint.py tests/checkpoint/test_export.py tests/checkpoint/test_resume.py
 versions: install
-	list="$(or $(ONLY),$$($(BIN)/python -m fsdptrain.plan.versions))" && for torch in $$list; do \
+	list="$(or $(ONLY),$(READ_TORCH))" && for torch in $$list; do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
 			&& OMP_NUM_THREADS=1 $(VERSIONS)/$$torch/bin/python -m pytest $(CORE) \
 			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stored_one tests/forecast/test_forecast.py \
@@ -64,7 +65,7 @@ versions: install
 
 # The statements of the package that only a GPU reaches, on fake `cuda` tensors in each version: which of them ran.
 cuda-fakes: install
-	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \
+	list=$(READ_TORCH) && for torch in $$list; do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
 			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -s -rs tests/forecast/test_cuda_fakes.py \
 			|| exit 1; \

@@ -47,8 +47,7 @@ from common import RANKS, ROOT, describe_machine, run_ranks
 from gpu_archive import archive, collect
 from gpu_checks import MEASURED, OK, WRONG, Row, Setting
 
-from fsdptrain.plan.driver import why_unseen
-from fsdptrain.plan.gpus import visible_gpus
+from fsdptrain.plan.gpus import visible_gpus, why_unseen
 
 TABLE = ROOT / "docs/gpu.md"
 HEADING = "## The last run"

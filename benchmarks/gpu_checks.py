@@ -22,7 +22,7 @@ import psutil
 from common import RANKS, ROOT, last_line, run_ranks
 
 from fsdptrain.errors import listed
-from fsdptrain.plan.gpus import default_settings
+from fsdptrain.launch.launcher import ALLOCATOR
 from fsdptrain.plan.hardware import Hardware, card
 from fsdptrain.text import GIB
 
@@ -133,8 +133,8 @@ class Setting:
         environment = self.environment()
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else each rank starts a process for each core
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-        if self.on_gpu and name != "peer":  # as fsdptrain's own workers
-            environment |= default_settings(os.environ)
+        if self.on_gpu and name != "peer" and not os.environ.keys() & ALLOCATOR:  # as fsdptrain's own workers
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return run_ranks(RANKS, world, *words, log=self.log, timeout=self.left(), **environment)[0]
 
     def start(self, *words: object, **extra: str) -> subprocess.Popen[bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from fsdptrain.plan.driver import driver_version
+from fsdptrain.plan.gpus import driver_version
 
 CALLS = 20  # of a piece of work, timed together
 AHEAD = 50_000_000  # clock cycles, some 30 ms, in which the host queues these calls

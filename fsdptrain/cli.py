@@ -225,25 +225,15 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a model, or resume its run. The run folder is output_dir."""
-    written = None
     with contextlib.ExitStack() as stack:
-        try:
-            with _os_errors_as_fsdptrain_errors():
-                written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
-                plan, earlier = _claim(stack, written, fresh, trust_remote_code)
-        except FsdptrainError as error:
-            _print_error(error)
-            from fsdptrain.failures.notify_nodes import tell_other_nodes
-
-            tell_other_nodes(error, written.recipe if written else None)
-            sys.exit(error.exit_code)
+        written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+        plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         from fsdptrain.forecast.forecaster import Forecaster, compare_with_measured
         from fsdptrain.forecast.search import relief_lines
         from fsdptrain.launch.launcher import launch, worker_settings
-        from fsdptrain.plan.driver import unused_cards_note
+        from fsdptrain.plan.gpus import untested_versions, unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
-        from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
-        from fsdptrain.plan.versions import untested_versions
+        from fsdptrain.plan.limits import risky_limits, uncompiled_note
         from fsdptrain.report.run_banner import heading, next_steps
         from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
@@ -267,10 +257,9 @@ def run(
                 Screen().say(heading(plan, rundir, earlier))
             work(plan)
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
-        limits = limits_here()
         plan_before_compile_fallback = dataclasses.replace(plan, recipe=written.recipe)
-        notes = uncompiled_note(plan_before_compile_fallback, limits), unused_cards_note(os.environ)
-        for warning in (*untested_versions(), *risky_limits(plan, limits), *notes):
+        notes = uncompiled_note(plan_before_compile_fallback), unused_cards_note(os.environ)
+        for warning in (*untested_versions(), *risky_limits(plan), *notes):
             if warning:
                 screen.say(warning)
         records = Tail(rundir.metrics)
@@ -296,8 +285,8 @@ def _claim(
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
     from fsdptrain.launch.run_lock import claim_run_dir
     from fsdptrain.plan.launchers import find_launcher, worker_variables
-    from fsdptrain.plan.limits import compiled_where_possible, limits_here, raise_limits
-    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.limits import raise_limits, uncompiled_note
+    from fsdptrain.plan.plan import make_plan, varied
     from fsdptrain.plan.topology import check_name, find_topology
 
     topology = find_topology(written.recipe, os.environ, explicit=written.where)
@@ -305,7 +294,8 @@ def _claim(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     check_name(topology, os.environ)
     raise_limits(plan)
-    plan = compiled_where_possible(plan, limits_here())
+    if uncompiled_note(plan):
+        plan = varied(plan, {"train.compile": False})
     earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
     return plan, earlier
 
@@ -788,8 +778,7 @@ def init(
     if not data or model is None:
         raise RecipeError("give --data and --model")
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validation.init_recipe import read_starter
-    from fsdptrain.validation.proposal import propose, show_proposal
+    from fsdptrain.validation.init_recipe import propose, read_starter, show_proposal
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:

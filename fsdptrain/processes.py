@@ -424,8 +424,7 @@ def exit_after_printing(code: int) -> NoReturn:
 
 
 def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
+    assert isinstance(error, UnicodeEncodeError)
     text = "".join(ASCII_FORMS.get(character, character) for character in error.object[error.start : error.end])
     return text.encode("ascii", "backslashreplace").decode(), error.end
 

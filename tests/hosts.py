@@ -11,13 +11,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-CABLE = Path(__file__).with_name("cable.py")
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
 NAMESPACES = ("--mount", "--net", "--uts", "--pid")
 HEADER_BYTES = 14 + 20 + 32  # of Ethernet, IPv4, and TCP with timestamps
@@ -75,40 +73,14 @@ class Host:
 
     @contextlib.contextmanager
     def slow(self, megabits: int) -> Iterator[str]:
-        """Let so many megabits a second pass in each direction, each packet 20 ms late; yield what does it.
-
-        That is the kernel's netem, or a process that carries the packets where the kernel has none.
-        """
+        """Let so many megabits a second pass in each direction, each packet 20 ms late; yield what does it."""
         ends = [(self.prefix, "eth0"), (inside(self._switch), self.name)]
         words = f"netem delay 20ms rate {megabits}mbit"
-        set_up = [[*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split()] for at, device in ends]
-        if all(subprocess.run(each, capture_output=True).returncode == 0 for each in set_up):
-            try:
-                yield words
-            finally:
-                for at, device in ends:
-                    call(*at, "tc", "qdisc", "delete", "dev", device, "root")
-        else:
-            with self._cable("--megabits", str(megabits), "--delay", "0.02"):
-                yield f"a process, delay 20ms rate {megabits}mbit"
-
-    @contextlib.contextmanager
-    def _cable(self, *words: str) -> Iterator[None]:
-        """Put `cable.py` between this host and the switch."""
-        at, near, far = inside(self._switch), f"{self.name}-near", f"{self.name}-far"
-        call(*at, "ip", "link", "add", near, "up", "type", "veth", "peer", "name", far)
-        call(*at, "ip", "link", "set", far, "master", "switch", "up")
-        call(*at, "ip", "link", "set", self.name, "nomaster")
-        # nsenter waits for its command, which is to end with it
-        command = [*at, "setpriv", "--pdeathsig", "KILL", sys.executable, CABLE, self.name, near, *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            try:
-                assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-                yield
-            finally:
-                process.kill()
-                call(*at, "ip", "link", "delete", near)
-                call(*at, "ip", "link", "set", self.name, "master", "switch")
+        for at, device in ends:
+            call(*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split())
+        yield words
+        for at, device in ends:
+            call(*at, "tc", "qdisc", "delete", "dev", device, "root")
 
     def sent(self) -> Sent:
         """Return what this host has sent to others."""

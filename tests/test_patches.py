@@ -15,7 +15,7 @@ import pytest
 from support import ROOT
 from torch._ops import OpOverload
 
-from fsdptrain.plan.versions import READ_TORCH
+from fsdptrain.plan.gpus import READ_TORCH
 
 PACKAGE = ROOT / "fsdptrain"
 PATCHES = {path.parent.name: path for path in sorted(PACKAGE.glob("*/patches.py"))}

@@ -27,9 +27,9 @@ LIGHT = (  # they import no torch
     "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
-    "failures.explain", "failures.translate", "failures.notify_nodes",
+    "failures.explain", "failures.translate",
     "checkpoint.manifest", "checkpoint.resume", "checkpoint.nodes", "validation.findings",
-    "validation.request", "validation.proposal", "forecast.trace", "forecast.allocator",
+    "validation.request", "forecast.trace", "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.search", "forecast.render", "forecast.plot",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}

@@ -127,8 +127,11 @@ def _place(rundir: RunDir, attempt: int, rank: int) -> str:
         report = read_object(rundir.hang_report(attempt, rank))
         return f"{'waits in' if report['waits'] else 'is in'} {report['where']}"
     with contextlib.suppress(*NOT_READ):
-        stacks = read_text(rundir.stack_dump(attempt, rank))
-        return f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+        # Of faulthandler's dump, the main thread is the last one that it lists.
+        main = read_text(rundir.stack_dump(attempt, rank)).rpartition("Thread 0x")[2]
+        frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
+        where = own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
+        return f"is in {where}, in native code that blocks Python"
     return "is in unknown code, because its report cannot be read"
 
 
@@ -136,13 +139,6 @@ def _plural(where: str) -> str:
     verb, _, rest = where.partition(" ")
     text = f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}"
     return text.replace("it is stopped, or its", "they are stopped, or their").replace("its report", "their reports")
-
-
-def _innermost_function(dump: str) -> str:
-    """Return fsdptrain's innermost function in faulthandler's dump of the main thread (the last one it lists)."""
-    main = dump.rpartition("Thread 0x")[2]
-    frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
-    return own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
 
 
 Recorded = Mapping[str, Any]  # backend → dump of its recorder
@@ -162,9 +158,21 @@ def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int], hosts: S
     """Return one sentence on the collective that the run waits for; "" if no rank has entered one that is not done.
 
     `recorded` is rank → dumps; `silent` are the ranks that have not reported; `hosts` are the host names of all ranks,
-    if they are known.
+    if they are known. A group of the training loop comes first: a save under way waits for a rank that is lost as well,
+    and may have begun to do so earlier. Then the earliest comes first: it is the cause of the others.
     """
-    found = [each for calls in _calls_of_groups(recorded) if (each := _explain(calls, silent, hosts))]
+    groups: dict[tuple[str, str], dict[int, list[Call]]] = {}  # of ranks: what each of them has entered there
+    for rank, dumps in recorded.items():
+        for backend, dump in dumps.items():
+            for entry in dump.get("entries", []):
+                if entry["is_p2p"]:  # sends and receives have numbers of their own
+                    continue
+                done = entry["retired"] or entry["state"] == "completed"
+                call = Call(
+                    entry["collective_seq_id"], entry["collective"], entry["time_created_ns"], done, entry["side"]
+                )
+                groups.setdefault((backend, entry["process_group"][0]), {}).setdefault(rank, []).append(call)
+    found = [each for calls in groups.values() if (each := _explain(calls, silent, hosts))]
     return min(found)[2] if found else ""
 
 
@@ -173,9 +181,7 @@ def _explain(
 ) -> tuple[bool, int, str] | None:
     """Return a sentence on the first collective of a group that is not done; None if all are done.
 
-    In front of it is what orders the sentences of several groups. A group of the training loop comes first: a save
-    under way waits for a rank that is lost as well, and may have begun to do so earlier. Then the earliest comes first:
-    it is the cause of the others.
+    In front of it is what orders the sentences of several groups.
     """
     open_calls = [call for of_rank in calls.values() for call in of_rank if not call.done]
     if not open_calls:
@@ -192,19 +198,3 @@ def _explain(
     between = hosts_of([*calls], hosts)
     suspects = f"a GPU or the network of {listed(between, 4)}" if len(between) > 1 else "the network or a GPU"
     return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect {suspects}"
-
-
-def _calls_of_groups(recorded: Mapping[int, Recorded]) -> Iterable[Mapping[int, Sequence[Call]]]:
-    """Return, for each group of ranks, rank → the collectives that it has entered there."""
-    groups: dict[tuple[str, str], dict[int, list[Call]]] = {}
-    for rank, dumps in recorded.items():
-        for backend, dump in dumps.items():
-            for entry in dump.get("entries", []):
-                if entry["is_p2p"]:  # sends and receives have numbers of their own
-                    continue
-                done = entry["retired"] or entry["state"] == "completed"
-                call = Call(
-                    entry["collective_seq_id"], entry["collective"], entry["time_created_ns"], done, entry["side"]
-                )
-                groups.setdefault((backend, entry["process_group"][0]), {}).setdefault(rank, []).append(call)
-    return groups.values()

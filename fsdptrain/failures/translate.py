@@ -34,7 +34,7 @@ from fsdptrain.errors import (
     shortened,
     to_record,
 )
-from fsdptrain.plan.driver import build_words
+from fsdptrain.plan.gpus import build_words
 from fsdptrain.plan.limits import SHM_WAY_OUT
 from fsdptrain.plan.network import is_loopback
 from fsdptrain.plan.plan import Plan
@@ -173,12 +173,20 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
         return disk_full_error(error)
     if isinstance(error, torch.OutOfMemoryError):
         request = str(error).partition(" If reserved but unallocated")[0]  # without torch's own advice
-        return OutOfMemory(f"out of memory in {moment_of(error)}: {request}")
+        return OutOfMemory(f"out of memory in {_moment_of(error)}: {request}")
     if "gloo/transport" in str(error):
-        return WorkerLost(lost_connection(message))
+        # With the address at the other end of the connection, and what may have happened there.
+        peer = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", message)
+        if peer is None or is_loopback(peer[1]):
+            return WorkerLost(message)
+        return WorkerLost(
+            f"lost the connection to {peer[1]}: see the output of the command on that host, which may have failed "
+            "first; if it was killed there, or host or network failed, run the same command on all hosts to resume\n"
+            f"{message}"
+        )
     cause = cause_in(message)
     if cause and cause.error is OutOfMemory:  # of cuBLAS or NCCL, which allocate by themselves
-        return OutOfMemory(f"out of memory in {moment_of(error)}: {quoted(message, cause)}")
+        return OutOfMemory(f"out of memory in {_moment_of(error)}: {quoted(message, cause)}")
     if cause and cause is not LOST_PEERS:
         return error_of(cause, message)
     # What no restart fixes has its cause above. Another error of a device or connection may not come back in new
@@ -188,18 +196,7 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     return WorkerError(message)
 
 
-def lost_connection(message: str) -> str:
-    """Return gloo's message about a connection, with the address at its other end and what may have happened there."""
-    peer = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", message)
-    if peer is None or is_loopback(peer[1]):
-        return message
-    return (
-        f"lost the connection to {peer[1]}: see the output of the command on that host, which may have failed first; "
-        f"if it was killed there, or host or network failed, run the same command on all hosts to resume\n{message}"
-    )
-
-
-def moment_of(error: BaseException) -> str:
+def _moment_of(error: BaseException) -> str:
     """Return what a rank was doing when it failed: the forward of a unit, the backward, the update, or a function."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -18,10 +18,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, KernelFailed, RecipeError, WorkerLost, to_record
@@ -64,8 +63,10 @@ def main() -> None:
     except RecipeError as error:
         refuse(pipe, error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the workers, as what is ignored below
-    signal.signal(signal.SIGTERM, _start_forwarding)
-    signal.signal(signal.SIGALRM, _forward_stop)
+    # Forward a stop request now and every second, because a worker ignores it while it imports. SIGTERM would end the
+    # workers at once, without a checkpoint.
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0))
+    signal.signal(signal.SIGALRM, lambda *_: _signal_workers(STOP_SIGNAL))
     for number in (STOP_SIGNAL, JOIN_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # must not kill a worker that has no handler yet
     kills = kills_for_memory()
@@ -106,9 +107,10 @@ def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) ->
         )
         for rank, file in files.items()
     }
-    with signals_blocked():
-        for process in workers.values():
-            process.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # a process that is forked must not run the agent's handlers
+    for process in workers.values():
+        process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while None in (codes := [process.exitcode for process in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
     killed = terminate(list(workers.values()))
@@ -132,16 +134,6 @@ def run_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent
     os.environ.update(variables)
     sys.argv = [worker, str(plan_path)]
     import_and_freeze(worker).main()
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block stop requests inside the context: a process that is being forked must not run the agent's handlers."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
 def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dict[str, str]:
@@ -179,8 +171,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     """Run this node's workers of a run on several nodes; return the failures by rank.
 
     When the nodes have met, the launcher gets `{nodes, node, before}`: how many they are, the number of this one, and
-    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes, and
-    `{refused}` if one of those that it waits for was refused.
+    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -191,14 +182,16 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
 
     topology, launched = plan.topology, find_launcher(os.environ)
     assert topology.endpoint is not None
+    run = {
+        "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
+        "versions": plan.versions, "host": socket.gethostname(),
+    }  # fmt: skip
     register_rendezvous(
         on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node, "before": plan.rundir.newest_attempt()}),
-        on_waiting=announce_waiting_node,
+        on_waiting=lambda: _signal_workers(JOIN_SIGNAL),  # again and again: a worker ignores it while it imports
         on_others=lambda: tell(pipe, {"others": True}),
-        on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
-        meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
-        run=json.dumps(describe_run(plan) if worker == WORKERS["train"] else {"digest": worker}),
+        run=json.dumps(run if worker == WORKERS["train"] else {"digest": worker}),
     )
     words = [
         f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",
@@ -226,14 +219,6 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     except ChildFailedError as error:
         return {rank: Failure(each.exitcode, each.error_file, each.pid) for rank, each in error.failures.items()}
     return {}
-
-
-def describe_run(plan: Plan) -> dict[str, object]:
-    """Return what must be equal on all nodes that meet at one place, and what names the run and this node."""
-    return {
-        "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
-        "versions": plan.versions, "host": socket.gethostname(),
-    }  # fmt: skip
 
 
 def kills_for_memory() -> int:
@@ -291,27 +276,6 @@ def record_of(failure: Failure, log: Path) -> dict[str, Any]:
         if cause:
             return {**record, **to_record(error_of(cause, text)), "at": 0.0}
     return record
-
-
-_announced_at = float("-inf")
-
-
-def announce_waiting_node() -> None:
-    """Tell the workers every second that another node waits, because a worker ignores it while it imports."""
-    global _announced_at
-    if time.monotonic() - _announced_at > 1.0:
-        _announced_at = time.monotonic()
-        _signal_workers(JOIN_SIGNAL)
-
-
-def _start_forwarding(number: int, frame: FrameType | None) -> None:
-    """Forward the stop request now and every second, because a worker ignores it while it imports."""
-    signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
-
-
-def _forward_stop(number: int, frame: FrameType | None) -> None:
-    """Ask every worker to stop, with STOP_SIGNAL: SIGTERM would end it at once, without a checkpoint."""
-    _signal_workers(STOP_SIGNAL)
 
 
 def _signal_workers(number: signal.Signals) -> None:

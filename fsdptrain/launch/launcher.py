@@ -35,11 +35,9 @@ from fsdptrain.errors import (
     StorageError,
     WorkerError,
     WorkerLost,
-    from_record,
 )
 from fsdptrain.failures.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.run_lock import lock_run
-from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
 from fsdptrain.report.run_banner import heading, nodes_allowed, nodes_text
@@ -56,6 +54,8 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
+
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # torch's settings, by the new and the old name
 
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
 LOOKS_PER_S = 100  # for ranks that hang, of the launchers of all nodes together: one file system may answer them all
@@ -100,7 +100,13 @@ def launch(
             except NotMet as error:
                 if not plan.topology.is_elastic:
                     raise
-                if has_ended_elsewhere(plan, attempt, screen):
+                if stopped := attempt.others.get("stop"):
+                    raise Stopped(
+                        f"the run was stopped on another node after step {stopped['step']}; run the same command to "
+                        "continue"
+                    ) from None
+                if inspect_earlier_attempts(rundir, plan).finished:
+                    screen.say("the other nodes have finished the run")
                     return
                 if attempt.others or attempt.waited:  # they start again, and this node with them
                     alone_since = time.monotonic()
@@ -132,15 +138,6 @@ def launch(
                 lock_run(lock, rundir)
 
 
-def agent_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of the agent, which its workers inherit; what the user has set for them is kept.
-
-    It has what is read when an interpreter starts or torch is imported, because the workers are forked after that.
-    """
-    environment = child_environment()
-    return environment | worker_settings(plan, environment) | {"OMP_NUM_THREADS": str(plan.threads)}
-
-
 def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of libraries that workers add to their environment, without those that the user has set."""
     settings = {
@@ -150,19 +147,9 @@ def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     }
     if plan.topology.device == "cpu":
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
-    else:
-        settings |= default_settings(environment)
+    elif not environment.keys() & ALLOCATOR:
+        settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {name: value for name, value in settings.items() if name not in environment}
-
-
-def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:
-    """Return whether the other nodes have finished the run while this one waited; raise Stopped if they stopped it."""
-    if "stop" in attempt.others:
-        step = attempt.others["stop"]["step"]
-        raise Stopped(f"the run was stopped on another node after step {step}; run the same command to continue")
-    if finished := inspect_earlier_attempts(plan.rundir, plan).finished:
-        screen.say("the other nodes have finished the run")
-    return finished
 
 
 class Attempt:
@@ -195,7 +182,6 @@ class Attempt:
             cut_partial_lines(self.rundir)
         self._tails = (Tail(self.rundir.metrics), Tail(self.rundir.progress))
         self._started = time.monotonic()
-        self._refusal: dict[str, str] = {}  # of another node, before they met
         self._errors: dict[int, Record] = {}  # by rank, the first that it has written as an event
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
@@ -204,6 +190,10 @@ class Attempt:
         """Start the workers and watch them to their end; raise what `launch` raises."""
         self._check_folder()
         self.rundir.logs.mkdir(exist_ok=True)  # it may have been removed since the last attempt
+        # What is read when an interpreter starts or torch is imported, because the workers are forked after that.
+        environment = child_environment()
+        environment |= worker_settings(self.plan, environment) | {"OMP_NUM_THREADS": str(self.plan.threads)}
+        environment |= {**self._settings, PLAN_DIGEST: self.plan.digest()}
         read, write = os.pipe()
         with (
             os.fdopen(read, "rb") as pipe,
@@ -213,7 +203,7 @@ class Attempt:
             agent = subprocess.Popen(
                 child_command("fsdptrain.launch.agent", self.rundir.plan, write, self.worker),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
-                env={**agent_environment(self.plan), **self._settings, PLAN_DIGEST: self.plan.digest()},
+                env=environment,
             )  # fmt: skip
             os.close(write)
             failure = reader.submit(self._read_reports, pipe)
@@ -241,8 +231,6 @@ class Attempt:
                     self._meeting = record
                 elif "others" in record:
                     self.waited = True
-                elif "refused" in record:
-                    self._refusal = record["refused"]
                 else:
                     failure = record
         return failure
@@ -282,27 +270,23 @@ class Attempt:
             with contextlib.suppress(StorageError):  # a shared folder may refuse for a moment: it is read again
                 records += tail.read()
         for record in sorted(records, key=lambda record: float(record["at"])):
+            kind = record["event"]
             if self._met:
-                if record["event"] == "error" and "rank" in record:
+                if kind == "error" and "rank" in record:
                     self._errors.setdefault(record["rank"], record)
                 self.screen.show(record)
-            else:
-                self._note_other(record)
-
-    def _note_other(self, record: Record) -> None:
-        """Note a record of other nodes; the first one of their training shows that they go on without this node.
-
-        Errors do not: the workers of a lost attempt write them when some nodes have started again already.
-        """
-        is_training = record["event"] in EVENTS and EVENTS[record["event"]].trains
-        if not self.plan.topology.is_elastic or not (self.others or record["event"] == "stop" or is_training):
-            return
-        if not self.others and record["event"] != "stop":
-            self.screen.say(
-                "the run goes on on other nodes: this one waits, and joins them at their next checkpoint or restart"
-            )
-            self.screen.show_waiting("waiting to join the other nodes")
-        self.others[record["event"]] = record
+                continue
+            # Of other nodes: the first record of their training shows that they go on without this node. Errors do not:
+            # the workers of a lost attempt write them when some nodes have started again already.
+            is_training = kind in EVENTS and EVENTS[kind].trains
+            if not self.plan.topology.is_elastic or not (self.others or kind == "stop" or is_training):
+                continue
+            if not self.others and kind != "stop":
+                self.screen.say(
+                    "the run goes on on other nodes: this one waits, and joins them at their next checkpoint or restart"
+                )
+                self.screen.show_waiting("waiting to join the other nodes")
+            self.others[kind] = record
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Show what the workers report and forward stop signals, until the workers have ended or must be killed."""
@@ -313,8 +297,6 @@ class Attempt:
                 self._check_folder()
                 checked = time.monotonic()
             self._note_meeting()
-            if self._refusal and not self._met:
-                return
             self._say_late()
             self._show_new_records()
             if self._met:
@@ -334,8 +316,13 @@ class Attempt:
                 self._killed_because = f"by {self.stop.by}, then killed: the workers did not exit within {limit}"
                 return
             if self._met and time.monotonic() - looked > self._look_every_s():
-                if self._hung_ranks() and self._still_hung():
-                    return
+                if self._hung_ranks():
+                    # Wait for the reports of the others. None is left if the whole machine was only paused.
+                    end = time.monotonic() + HANG_REPORTS_S
+                    while time.monotonic() < end and len(self._hung_ranks()) < self.plan.topology.world_size:
+                        time.sleep(max(POLL_S, self._look_every_s()))
+                    if self._hung_ranks():
+                        return
                 looked = time.monotonic()
             time.sleep(POLL_S)
 
@@ -351,37 +338,26 @@ class Attempt:
         first = self._meeting["node"] * local
         return hung_ranks(self.rundir, attempt, range(first, first + local))
 
-    def _still_hung(self) -> bool:
-        """Wait for the hang reports of the other ranks; return whether any rank still hangs."""
-        end = time.monotonic() + HANG_REPORTS_S
-        while time.monotonic() < end and len(self._hung_ranks()) < self.plan.topology.world_size:
-            time.sleep(max(POLL_S, self._look_every_s()))
-        return bool(self._hung_ranks())  # none, if the whole machine was only paused for a while
-
     def _say_stop(self) -> None:
-        if not self._said_stop:
-            self.screen.say(f"{self.stop.by}: {self._stop_notice()}")
-        self._said_stop = True
-
-    def _stop_notice(self) -> str:
-        """Return what the first stop signal does, and what a second one would lose."""
-        state = self.screen.state
+        """Say once what the first stop signal does, and what a second one would lose."""
+        if self._said_stop:
+            return
+        self._said_stop, state = True, self.screen.state
         step, saved = state.steps_made, state.saved_step
         if not state.step_times:
-            return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
-        if step >= state.newest["start"]["total_steps"] or "early_stop" in state.newest:
-            return "stopping: all steps are done; with a checkpoint, but without what is left of evaluation and export"
-        cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
-        return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
+            notice = f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
+        elif step >= state.newest["start"]["total_steps"] or "early_stop" in state.newest:
+            notice = "stopping: all steps are done; with a checkpoint, but without the rest of evaluation and export"
+        else:
+            cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
+            notice = f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
+        self.screen.say(f"{self.stop.by}: {notice}")
 
     def _raise_failure(self, code: int, failure: Record) -> None:
         """Raise the error that ended this attempt; return if the run is finished.
 
         `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
-        if self._refusal and not self._met:
-            reason = f"node {self._refusal['host']} was refused: {self._refusal['message']}"
-            raise from_record({**self._refusal, "message": reason})
         self._check_folder()  # without it, all else fails
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:

@@ -32,7 +32,6 @@ from fsdptrain.checkpoint.resume import (
 )
 from fsdptrain.config.paths import expanded, is_folder, places
 from fsdptrain.errors import (
-    FolderInUse,
     Problem,
     RecipeError,
     StorageError,
@@ -42,7 +41,7 @@ from fsdptrain.errors import (
     listed,
 )
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
+from fsdptrain.run_folder.files import NOTHING_THERE, try_lock, write_atomically
 from fsdptrain.run_folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.run_folder.rundir import MARK, RunDir
 from fsdptrain.run_folder.storage import PROBE, URL, Location
@@ -81,7 +80,6 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
-    _check_access(rundir)
     # The mark makes the folder one of fsdptrain's, and is what is locked.
     with _os_errors_as_recipe_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
@@ -111,25 +109,7 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
     _check_places(plan, rundir)
     if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
         _refuse_used(rundir)
-    earlier = inspect_earlier_attempts(rundir, plan)
-    if not earlier.finished:
-        _check_access(rundir)
-    return earlier
-
-
-def _check_access(rundir: RunDir) -> None:
-    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
-    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
-    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.trackers]
-    folders += [rundir.export, checkpoints, *checkpoints.glob("step-*")]
-    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
-    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
-        for path in paths:
-            if path.exists() and not os.access(path, mode):
-                raise RecipeError(
-                    f"output_dir: {path} cannot be written by this user (its owner has the number "
-                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
-                )
+    return inspect_earlier_attempts(rundir, plan)
 
 
 def _refuse_used(rundir: RunDir) -> NoReturn:
@@ -139,9 +119,21 @@ def _refuse_used(rundir: RunDir) -> NoReturn:
 
 
 def _check_places(plan: Plan, rundir: RunDir) -> None:
-    """Raise RecipeError unless this run may write where its recipe says."""
-    check_output_dir(rundir)
-    _check_checkpoint_folder(rundir)
+    """Raise RecipeError unless this run may write where its recipe says.
+
+    Raises CheckpointError if a link inside the run folder leads out of it.
+    """
+    root = rundir.root
+    _check_path(root, "output_dir")
+    with _os_errors_as_recipe_errors(rundir):
+        entries = _names_in(root)
+    if entries and not is_marked(root):
+        raise RecipeError(
+            f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+        )
+    reject_external_symlinks(rundir)
+    if rundir.checkpoint_folder:
+        _check_checkpoint_folder(rundir, rundir.checkpoint_folder)
     _check_owner_of_checkpoints(plan, rundir)
     check_inputs(plan, rundir)
 
@@ -154,33 +146,8 @@ def _check_path(folder: Path, key: str) -> None:
         raise RecipeError(f"{key}: {folder} is {what}; choose another")
 
 
-def check_output_dir(rundir: RunDir) -> None:
-    """Raise RecipeError unless the folder can be created, is empty, or has the mark of a run.
-
-    Raises CheckpointError if a link inside it leads out of it.
-    """
-    root = rundir.root
-    _check_path(root, "output_dir")
-    with _os_errors_as_recipe_errors(rundir):
-        entries = _names_in(root)
-    if entries and not is_marked(root):
-        raise RecipeError(
-            f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
-        )
-    reject_external_symlinks(rundir)
-    written = (rundir.plan, rundir.metrics, rundir.progress, rundir.pinned, rundir.export_record, rundir.launcher_log)
-    for path in written:
-        if os.path.lexists(path) and not is_regular_file(path):
-            raise RecipeError(
-                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
-            )
-
-
-def _check_checkpoint_folder(rundir: RunDir) -> None:
+def _check_checkpoint_folder(rundir: RunDir, folder: Path) -> None:
     """Raise RecipeError for a folder in checkpoint.path that is a file, or is where another run or this one writes."""
-    folder = rundir.checkpoint_folder
-    if folder is None:
-        return
     _check_path(folder, "checkpoint.path")
     real, root = Path(os.path.realpath(folder)), Path(os.path.realpath(rundir.root))
     if real == root or any(real.is_relative_to(root / path.name) for path in rundir.written_paths()):
@@ -201,27 +168,21 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     with _os_errors_as_recipe_errors(rundir, place):
         names, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
     entries = [name for name in names if name != PROBE]
+    is_own, steps = owner == str(rundir.root), rundir.checkpoint_steps()
     # Another machine may have a run folder of the same name, and the same object store: then the run must be the same.
-    is_own = owner == str(rundir.root)
-    known = isinstance(place, Path) or rundir.plan.exists()
-    if not entries or (is_own and (known or is_continued(rundir, plan))):
+    if not entries or (is_own and (isinstance(place, Path) or rundir.plan.exists() or is_continued(rundir, plan))):
         return
     # A run folder may have been renamed, and checkpoints copied: then there is none at the place of the owner.
-    steps = rundir.checkpoint_steps()
     in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
     is_same = steps and rundir.plan.exists() and is_continued(rundir, plan)
     if not in_use and (entries == [MARK] or is_same):
         return
+    held = f"files that fsdptrain did not write ({listed(entries, 3)})"
     if owner or steps:
-        of = f"the run in {owner}" if owner else "another run"
-        way_out = "choose another"
-        if is_own:
-            of += " on another machine, of which the recipe has another model, data, seed, batch or optimizer"
-            way_out += f", or continue it with its recipe, or with its run folder at {rundir.root}"
-        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; {way_out}")
-    raise RecipeError(
-        f"checkpoint.path: {place} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
-    )
+        held = f"the checkpoints of {f'the run in {owner}' if owner else 'another run'}"
+    if is_own:
+        held += " on another machine, of which the recipe has another model, data, seed, batch or optimizer"
+    raise RecipeError(f"checkpoint.path: {place} holds {held}; choose another")
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
@@ -237,12 +198,13 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
         if not isinstance(name, str) or not (URL.fullmatch(name) or os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
         for field, place, files in written:
+            what = ""
             if is_inside(name, place):
-                problems.append(Problem(f"{name} is inside {field} ({place}), which this run writes: move one", key))
+                what = f"is inside {field} ({place}), which this run writes"
             elif key.startswith("data.") and would_include(name, place, files):
-                problems.append(
-                    Problem(f"{name} would include files that this run writes to {field} ({place}): move one", key)
-                )
+                what = f"would include files that this run writes to {field} ({place})"
+            if what:
+                problems.append(Problem(f"{name} {what}: move one", key))
     if problems:
         raise RecipeError(problems)
 
@@ -309,10 +271,10 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
             with contextlib.suppress(OSError):  # not Linux
                 node += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
             if not _try_lock(stack, rundir, rundir.logs / f"lock-{'-'.join(node)}"):
-                raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
+                raise RecipeError(f"output_dir: another run is using {rundir.root} on this machine")
         first = lock_run(stack, rundir)
         if not first and not several:
-            raise FolderInUse(f"output_dir: another run is using {rundir.root}")
+            raise RecipeError(f"output_dir: another run is using {rundir.root}")
         yield first
 
 
@@ -332,13 +294,14 @@ def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
 
 def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     """Wait until the writing process has written the same plan; raise RecipeError after launch.timeout_s."""
-    timeout, found, unreadable = plan.recipe.launch.timeout_s, None, None
+    timeout, differences, unreadable = plan.recipe.launch.timeout_s, "there is none", None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            found = open_plan(rundir.plan)
+            found, unreadable = open_plan(rundir.plan), None
             if found.digest() == plan.digest():
                 return
+            differences = "; ".join(describe_changes(plan_changes(json.loads(found.to_json()), plan)))
         except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
             unreadable = error
         except (*NOTHING_THERE, Unreadable):  # it does not exist yet, or is of another version
@@ -346,18 +309,11 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
         time.sleep(POLL_S)
     if unreadable:
         raise unreadable
-    waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
-    apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
-    if found is None:
-        raise RecipeError(
-            f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
-            "the output of the first rank, and start all nodes with the same command"
-        )
-    differences = describe_changes(plan_changes(json.loads(found.to_json()), plan))
-    details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
-        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command and "
-        f"versions, or stop the other run in {rundir.root}; {apart} (this is {host})"
+        f"output_dir: waited {timeout} s (launch.timeout_s) for a plan.json of the first rank in {rundir.root} that "
+        f"matches this recipe, but on {socket.gethostname()}: {differences}; start all nodes with the same command and "
+        f"versions, see the output of the first, and stop other runs there; if ls {rundir.root} shows other files on "
+        "other hosts, choose a folder that all hosts share"
     )
 
 

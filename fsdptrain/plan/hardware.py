@@ -223,7 +223,12 @@ def parse_hardware(text: str) -> HardwareChoice:
     before, name, after = match.groups() if match else ("", text, "")
     number = before or after
     count = int(number) if number else None
-    found = [CPU] if name == "cpu" else _cards_named(name)
+    # Of one model, and several if the name has no memory size; `h100` is not `h100-pcie`.
+    wanted = _name_words(name)
+    models = {known: _model_words(known) for known in KNOWN if wanted and wanted == _name_words(known)[: len(wanted)]}
+    shortest = min((len(model) for model in models.values()), default=0)
+    found = [KNOWN[known] for known, model in models.items() if len(model) == shortest]
+    found = [CPU] if name == "cpu" else found
     if not found or count == 0 or (before and after):
         raise RecipeError(f"--hardware: {_unknown_hardware_message(text, name)}")
     chosen, *others = sorted(found, key=lambda hardware: -hardware.memory)
@@ -242,14 +247,6 @@ def _name_words(name: str) -> list[str]:
 def _model_words(known: str) -> list[str]:
     """Return the words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
     return _name_words(known.rpartition("-")[0])
-
-
-def _cards_named(name: str) -> list[Hardware]:
-    """Return the known cards with this name: of one model, and several if the name has no memory size."""
-    wanted = _name_words(name)
-    found = {known: _model_words(known) for known in KNOWN if wanted and wanted == _name_words(known)[: len(wanted)]}
-    shortest = min((len(model) for model in found.values()), default=0)  # `h100` is not `h100-pcie`
-    return [KNOWN[known] for known, model in found.items() if len(model) == shortest]
 
 
 def _unknown_hardware_message(text: str, name: str) -> str:

@@ -1,8 +1,8 @@
 """How this process was started: by torchrun, Slurm, MPI, Kubeflow or a cloud, as the variables of its environment say.
 
-Every function is a function of the environment, except that SageMaker tells its hosts in a file. Some launchers start
-one process on each machine, and fsdptrain starts the workers there; others start every worker themselves.
-`find_launcher` tells them apart, and `check_announced` refuses a run on one node where a variable says several.
+Some launchers start one process on each machine, and fsdptrain starts the workers there; others start every worker
+themselves. `find_launcher` tells them apart, and `check_announced` refuses a run on one node where a variable says
+several.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fsdptrain.errors import RecipeError, listed
-from fsdptrain.text import counted
+from fsdptrain.errors import RecipeError
 
 Environment = Mapping[str, str]
 DEFAULT_PORT = 29500  # of torch's `env://` rendezvous, where a launcher names no port and no job
@@ -25,10 +24,10 @@ DEFAULT_PORT = 29500  # of torch's `env://` rendezvous, where a launcher names n
 FIRST_PORT, PORTS, STEPS = 20000, 10000, 37
 
 SLURM_OWN_STEP = 0xFFFFFFF0  # higher step ids are the shells of `sbatch` and `salloc`: `srun` did not start them
-SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")  # in containers without SageMaker's toolkit too
+SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")  # in every container of a training job
 
 
-class Variables(NamedTuple):
+class Processes(NamedTuple):
     """The variables of a launcher that starts processes: the number of this one and of all, then both on its machine.
 
     `option` gives every process another variable; it is empty where the launcher sets MASTER_ADDR.
@@ -42,29 +41,41 @@ class Variables(NamedTuple):
     option: str = ""
 
 
-TORCHRUN = Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+class Nodes(NamedTuple):
+    """The variables of a launcher that starts the command once on each node: how many there are, and which this is.
 
+    `host` has the address of the first node, or a line for each; `port` is that of the rendezvous, if it has one.
+    """
+
+    source: str
+    nnodes: str
+    node: str
+    host: str
+    port: str = ""
+
+
+TORCHRUN = Processes("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = (
-    Variables(
+    Processes(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR=HOST",
     ),
-    Variables(
+    Processes(
         "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpirun -genv MASTER_ADDR HOST"
     ),
 )  # fmt: skip
+NODES = (
+    Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    # Without their local counterparts they count pods, as in Kubeflow's `PyTorchJob`.
+    Nodes("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
+    Nodes("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+    Nodes("NUM_NODES and NODE_RANK", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),  # RunPod
+)
 
-# Variables of launchers: the number of nodes, the number of processes, and which of them this one is, from 0. Those of
-# Flux, JSM, MVAPICH2 and PALS are not read otherwise: what they start is refused instead of being several runs.
-NODE_COUNTS = (
-    "SLURM_STEP_NUM_NODES", "FLUX_JOB_NNODES", "PET_NNODES", "AZUREML_NODE_COUNT", "SKYPILOT_NUM_NODES",
-    "SM_HOST_COUNT",
-)  # fmt: skip
-
-PROCESS_COUNTS = (
-    *(each.world for each in (TORCHRUN, *MPI)), "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE",
-)  # fmt: skip
-NUMBERS = ("NODE_RANK", "PMIX_RANK", "PALS_RANKID", "PBS_NODENUM")
+# What tells that there are several nodes or processes, or that this is not the first (counted from 0).
+NODE_COUNTS = ("SLURM_STEP_NUM_NODES", "PET_NNODES", "AZUREML_NODE_COUNT", "SKYPILOT_NUM_NODES", "SM_HOST_COUNT")
+PROCESS_COUNTS = tuple(each.world for each in (TORCHRUN, *MPI))
+NUMBERS = ("NODE_RANK", "PMIX_RANK", "PBS_NODENUM")
 
 
 @dataclass(frozen=True)
@@ -92,16 +103,22 @@ def find_launcher(env: Environment) -> Launched | None:
     """
     if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} and env.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         return _torchrun(env)
-    for names in MPI:
-        if names.local_world in env and names.world in env:  # Slurm's PMI sets PMI_SIZE alone
-            return _mpi(env, names)
+    for processes in MPI:
+        if processes.local_world in env and processes.world in env:  # Slurm's PMI sets PMI_SIZE alone
+            return _mpi(env, processes)
     if "SLURM_STEP_ID" in env and not _is_shell(env):
         return _slurm(env)
-    if "PET_NNODES" in env:
-        return _kubeflow_trainer(env)
-    if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"}:
-        return _pytorch_job(env)
-    return _cloud(env)
+    for nodes in NODES:
+        if env.keys() >= {nodes.nnodes, nodes.node, nodes.host}:
+            return _node_of(env, nodes)
+    if env.keys() & {"SM_HOSTS", "TRAINING_JOB_ARN"} and SAGEMAKER_HOSTS.is_file():
+        job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
+        hosts = sorted(job["hosts"])
+        place = Place(len(hosts), hosts.index(job["current_host"]), 1, 0)
+        return _started(env, "SageMaker", place, hosts[0], DEFAULT_PORT)
+    if "workerpool0" in env.get("CLUSTER_SPEC", ""):
+        return _vertex(env)
+    return None
 
 
 def _is_shell(env: Environment) -> bool:
@@ -173,26 +190,23 @@ class Place(NamedTuple):
 
 def _torchrun(env: Environment) -> Launched:
     """Read what torchrun sets; Azure ML sets the same, but the number of nodes instead of LOCAL_WORLD_SIZE."""
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    if "LOCAL_WORLD_SIZE" not in env and "AZUREML_NODE_COUNT" in env:
-        nnodes = _number(env, "AZUREML_NODE_COUNT")
-        if not nnodes or world % nnodes:
-            raise RecipeError(f"WORLD_SIZE is {world}, but AZUREML_NODE_COUNT is {nnodes}: start as many on each node")
-        counts = {**env, "LOCAL_WORLD_SIZE": str(world // nnodes)}
+    world, nnodes = _number(env, "WORLD_SIZE"), env.get("AZUREML_NODE_COUNT")
+    if "LOCAL_WORLD_SIZE" not in env and nnodes is not None:
+        counts = {**env, "LOCAL_WORLD_SIZE": str(world // _number(env, "AZUREML_NODE_COUNT"))}
         return _started(env, "Azure ML", _place(counts, TORCHRUN), env["MASTER_ADDR"], DEFAULT_PORT)
     if "LOCAL_WORLD_SIZE" not in env and world > 1:
         raise RecipeError(
-            f"RANK is {rank}, LOCAL_RANK is {env['LOCAL_RANK']} and WORLD_SIZE is {world}, but LOCAL_WORLD_SIZE is not "
-            "set: set it to the number of processes on each node"
+            f"RANK is {env['RANK']}, LOCAL_RANK is {env['LOCAL_RANK']} and WORLD_SIZE is {world}, but LOCAL_WORLD_SIZE "
+            "is not set: set it to the number of processes on each node"
         )
-    local_world = _number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
-    implied = {"LOCAL_WORLD_SIZE": str(local_world), "LOCAL_RANK": str(rank % (local_world or 1))}
-    place = _place({**implied, **env}, TORCHRUN)
+    counts = {"LOCAL_WORLD_SIZE": "1", **env}
+    implied = {"LOCAL_RANK": str(_number(env, "RANK") % (_number(counts, "LOCAL_WORLD_SIZE") or 1))}
+    place = _place({**implied, **counts}, TORCHRUN)
     endpoint = _endpoint(env, env["MASTER_ADDR"], DEFAULT_PORT)
-    return Launched("torchrun", place.nnodes, place.node, local_world, endpoint, place.local_rank)
+    return Launched("torchrun", place.nnodes, place.node, place.per_node, endpoint, place.local_rank)
 
 
-def _place(env: Environment, names: Variables) -> Place:
+def _place(env: Environment, names: Processes) -> Place:
     """Return the place of this process; raise RecipeError for numbers that contradict each other."""
     rank, world, local_rank, local_world = (_number(env, name) for name in names[1:5])
     if not local_world or world % local_world:
@@ -209,8 +223,8 @@ def _place(env: Environment, names: Variables) -> Place:
     return Place(world // local_world, rank // local_world, local_world, local_rank)
 
 
-def _mpi(env: Environment, names: Variables) -> Launched:
-    """Read what MPI and its relatives set for a process. They tell no address: a user or Slurm must."""
+def _mpi(env: Environment, names: Processes) -> Launched:
+    """Read what MPI sets for a process. It tells no address: a user or Slurm must."""
     place, host = _place(env, names), first_host(env.get("SLURM_JOB_NODELIST", ""))
     if place.nnodes > 1 and not (host or env.get("MASTER_ADDR")):
         raise RecipeError(
@@ -245,80 +259,26 @@ def _started(env: Environment, source: str, place: Place, host: str, port: int |
     return Launched(source, place.nnodes, place.node, endpoint=endpoint if place.nnodes > 1 else None)
 
 
-def _kubeflow_trainer(env: Environment) -> Launched:
-    """Read what Kubeflow sets for torchrun in the pods of a `TrainJob`."""
-    nodes, workers = env["PET_NNODES"], env.get("PET_NPROC_PER_NODE", "auto")
-    if not nodes.isdigit():
-        raise RecipeError(f"the environment variable PET_NNODES is {nodes!r}: the number of nodes must be fixed")
-    nproc = int(workers) if workers.isdigit() else None  # else auto, cpu or gpu
-    if nodes == "1":
-        return Launched("Kubeflow", 1, 0, nproc)
-    endpoint = f"{_value(env, 'PET_MASTER_ADDR')}:{_value(env, 'PET_MASTER_PORT')}"
-    return Launched("Kubeflow", int(nodes), _number(env, "PET_NODE_RANK"), nproc, endpoint)
-
-
-def _pytorch_job(env: Environment) -> Launched:
-    """Read RANK and WORLD_SIZE without their local counterparts: as in Kubeflow's `PyTorchJob`, they count pods."""
-    return _node(env, "RANK and WORLD_SIZE", ("WORLD_SIZE", "RANK"), env["MASTER_ADDR"], DEFAULT_PORT)
-
-
-def _cloud(env: Environment) -> Launched | None:
-    """Read what a cloud sets on each of its nodes, on which it starts the command once; None without any."""
-    if "SKYPILOT_NUM_NODES" in env:
-        job = re.findall(r"\d+", env.get("SKYPILOT_TASK_ID", ""))
-        first, _, _ = _value(env, "SKYPILOT_NODE_IPS").strip().partition("\n")
-        job_port = port_of_job(int(job[-1])) if job else DEFAULT_PORT
-        return _node(env, "SkyPilot", ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"), first, job_port)
-    if env.keys() >= {"NUM_NODES", "NODE_RANK"} and env.keys() & {"MASTER_ADDR", "PRIMARY_ADDR"}:  # RunPod
-        first, port = env.get("PRIMARY_ADDR", ""), env.get("PRIMARY_PORT") or DEFAULT_PORT
-        return _node(env, "NUM_NODES and NODE_RANK", ("NUM_NODES", "NODE_RANK"), first, port)
-    if "SM_HOSTS" in env or "TRAINING_JOB_ARN" in env:
-        return _sagemaker(env)
-    if "workerpool0" in env.get("CLUSTER_SPEC", ""):
-        return _vertex(env)
-    return None
-
-
-def _node(env: Environment, source: str, names: tuple[str, str], first: str, port: int | str) -> Launched:
-    """Return the place of a node from the variables of their number and of its own; `first` is the first host."""
-    nnodes, node = (_number(env, name) for name in names)
+def _node_of(env: Environment, names: Nodes) -> Launched:
+    nnodes, node = _number(env, names.nnodes), _number(env, names.node)
     if node >= nnodes:
-        raise RecipeError(f"{names[1]} is {node}, but {names[0]} is {nnodes}: nodes are counted from 0")
-    return _started(env, source, Place(nnodes, node, 1, 0), first, port)
-
-
-def _sagemaker(env: Environment) -> Launched | None:
-    """Read the hosts of a training job, from SageMaker's toolkit or from the file that every container has."""
-    if "SM_HOSTS" in env:
-        job = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
-    elif SAGEMAKER_HOSTS.is_file():
-        job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
-    else:
-        return None
-    hosts, own = sorted(job["hosts"]), job["current_host"]
-    if own not in hosts:
-        raise RecipeError(
-            f"SageMaker names {counted(len(hosts), 'host')} ({listed(hosts)}), and {own} is not among them"
-        )
-    place = Place(len(hosts), hosts.index(own), 1, 0)
-    return _started(env, "SageMaker", place, hosts[0], env.get("SM_MASTER_PORT") or DEFAULT_PORT)
+        raise RecipeError(f"{names.node} is {node}, but {names.nnodes} is {nnodes}: nodes are counted from 0")
+    host, port = _value(env, names.host).split()[0], env.get(names.port) or DEFAULT_PORT
+    workers = env.get("PET_NPROC_PER_NODE", "")  # of Kubeflow; a number, or auto, cpu or gpu
+    return Launched(
+        names.source, nnodes, node, int(workers) if workers.isdecimal() else None,
+        _endpoint(env, host, port) if nnodes > 1 else None,
+    )  # fmt: skip
 
 
 def _vertex(env: Environment) -> Launched:
     """Read the worker pools of a Vertex AI job: the first has one replica, the next ones the others."""
-    job = _json(env, "CLUSTER_SPEC")
+    job = json.loads(env["CLUSTER_SPEC"])
     pools, task = job["cluster"], job["task"]
     replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
     place = Place(len(replicas), replicas.index((task["type"], int(task["index"]))), 1, 0)
     host, _, port = pools["workerpool0"][0].rpartition(":")
     return _started(env, "Vertex AI", place, host, port)
-
-
-def _json(env: Environment, name: str) -> Any:
-    try:
-        return json.loads(_value(env, name))
-    except ValueError:
-        raise RecipeError(f"the environment variable {name} is {env[name]!r}, but must be JSON") from None
 
 
 def _endpoint(env: Environment, host: str, port: int | str) -> str:

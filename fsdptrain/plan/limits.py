@@ -8,11 +8,10 @@ import resource
 import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import MIB, size
 
 GROUPS = 4  # process groups of a rank: all ranks, those for side work, and the two dimensions of the mesh
@@ -20,47 +19,7 @@ OWN_FILES = 256  # of a rank besides its groups: libraries, data, logs
 SHM_PER_WORKER = 64 * MIB  # a container has 64 MiB by default, which NCCL exceeds with two GPUs
 SHM_WAY_OUT = "docker run --ipc=host or --shm-size, in Kubernetes a memory-backed emptyDir"
 LOCKED_BYTES = 1024 * MIB  # RDMA registers its buffers, which locks them
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a process on this machine: bytes of /dev/shm and of locked memory, and what torch.compile needs.
-
-    `open_files` is the hard limit. None: unlimited, or unknown. `rdma` says whether there is InfiniBand or RoCE.
-    """
-
-    open_files: int | None
-    shm_bytes: int | None
-    locked_bytes: int | None
-    rdma: bool
-    c_compiler: bool
-    cpp_compiler: bool
-    header: bool
-
-
-def limits_here(env: Mapping[str, str] = os.environ) -> Limits:
-    """Return the limits of this process."""
-    shm = None
-    with contextlib.suppress(OSError):
-        found = os.statvfs("/dev/shm")
-        shm = found.f_blocks * found.f_frsize
-    devices = Path("/sys/class/infiniband")
-    return Limits(
-        open_files=_finite(resource.RLIMIT_NOFILE),
-        shm_bytes=shm,
-        locked_bytes=_finite(resource.RLIMIT_MEMLOCK),
-        rdma=devices.is_dir() and any(devices.iterdir()),
-        # As Triton looks for one (triton/runtime/build.py), to which CC is one word, and as inductor does for the CPU.
-        c_compiler=any(map(shutil.which, [env["CC"]] if "CC" in env else ["gcc", "clang"])),
-        cpp_compiler=any(map(shutil.which, env.get("CXX", "g++").split()[:1])),
-        header=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
-    )
-
-
-def _finite(kind: int) -> int | None:
-    """Return a hard limit; None if there is none."""
-    hard = resource.getrlimit(kind)[1]
-    return None if hard == resource.RLIM_INFINITY else hard
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def files_needed(world: int) -> int:
@@ -78,57 +37,58 @@ def raise_limits(plan: Plan) -> None:
         soft, hard = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft < needed:
             resource.setrlimit(kind, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
-    if problems := list(fatal_limits(plan, limits_here())):
+    if problems := list(fatal_limits(plan)):
         raise RecipeError(problems)
 
 
-def fatal_limits(plan: Plan, limits: Limits) -> Iterator[Problem]:
-    """Yield the limits with which no worker can train."""
-    world = plan.topology.world_size
-    if limits.open_files is not None and limits.open_files < (needed := files_needed(world)):
+def fatal_limits(plan: Plan) -> Iterator[Problem]:
+    """Yield the limits of this process with which no worker can train."""
+    world, open_files = plan.topology.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if open_files != resource.RLIM_INFINITY and open_files < (needed := files_needed(world)):
         yield Problem(
-            f"a process may open {limits.open_files} files, but each of {world} ranks needs {needed}: raise the hard "
+            f"a process may open {open_files} files, but each of {world} ranks needs {needed}: raise the hard "
             "limit (ulimit -Hn, LimitNOFILE of the service, docker run --ulimit nofile)",
             "open files",
         )
-    if (fault := compile_fault(plan, limits)) and not uncompiled_note(plan, limits):
+    if (fault := compile_fault(plan)) and not uncompiled_note(plan):
         yield Problem(f"{fault}, or set train.compile=false", "train.compile")
 
 
-def compile_fault(plan: Plan, limits: Limits) -> str | None:
+def compile_fault(plan: Plan, env: Mapping[str, str] = os.environ) -> str | None:
     """Return what torch.compile lacks here, None if it lacks nothing or is not used."""
-    on_cpu = plan.topology.device == "cpu"
-    compiler = "C++ compiler (g++, or CXX)" if on_cpu else "C compiler (gcc or clang, or CC)"
-    there = {compiler: limits.cpp_compiler if on_cpu else limits.c_compiler, "Python.h": limits.header}
-    lacks = " and ".join(name for name in there if not there[name])
-    if not lacks or not plan.compiles:
+    if not plan.compiles:
         return None
-    return f"there is no {lacks}: install gcc, g++ and python3-dev"
+    # As Triton looks for one (triton/runtime/build.py), to which CC is one word, and as inductor does for the CPU.
+    name, programs = "C compiler (gcc or clang, or CC)", [env["CC"]] if "CC" in env else ["gcc", "clang"]
+    if plan.topology.device == "cpu":
+        name, programs = "C++ compiler (g++, or CXX)", env.get("CXX", "g++").split()[:1]
+    lacks = [] if any(map(shutil.which, programs)) else [name]
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        lacks.append("Python.h")
+    return f"there is no {' and '.join(lacks)}: install gcc, g++ and python3-dev" if lacks else None
 
 
-def uncompiled_note(plan: Plan, limits: Limits) -> str | None:
+def uncompiled_note(plan: Plan) -> str | None:
     """Return a note if `train.compile: auto` does not compile here. Several nodes must be equal."""
-    fault = compile_fault(plan, limits)
+    fault = compile_fault(plan)
     is_free = plan.recipe.train.compile == "auto" and plan.topology.nnodes == 1
     return f"train.compile: {fault}; without them the model is not compiled" if fault and is_free else None
 
 
-def compiled_where_possible(plan: Plan, limits: Limits) -> Plan:
-    """Return the plan with `train.compile: false` if `uncompiled_note` has a note on it."""
-    return varied(plan, {"train.compile": False}) if uncompiled_note(plan, limits) else plan
-
-
-def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:
+def risky_limits(plan: Plan) -> Iterator[str]:
     """Yield the limits with which NCCL may fail, depending on how it connects the GPUs."""
     topology = plan.topology
     if topology.device == "cpu":
         return
-    needed = SHM_PER_WORKER * topology.nproc_per_node
-    if topology.nproc_per_node > 1 and limits.shm_bytes is not None and limits.shm_bytes < needed:
-        yield f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: {SHM_WAY_OUT}"
-    if topology.nnodes > 1 and limits.rdma and limits.locked_bytes is not None and limits.locked_bytes < LOCKED_BYTES:
+    with contextlib.suppress(OSError):
+        found = os.statvfs("/dev/shm")
+        shm, needed = found.f_blocks * found.f_frsize, SHM_PER_WORKER * topology.nproc_per_node
+        if topology.nproc_per_node > 1 and shm < needed:
+            yield f"/dev/shm has {size(shm)}, and NCCL may need {size(needed)}: {SHM_WAY_OUT}"
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if topology.nnodes > 1 and any(RDMA_DEVICES.glob("*")) and 0 <= locked < LOCKED_BYTES:  # -1: unlimited
         yield (
-            f"a process may lock {size(limits.locked_bytes)} of memory, too little for NCCL over InfiniBand or RoCE: "
+            f"a process may lock {size(locked)} of memory, too little for NCCL over InfiniBand or RoCE: "
             "ulimit -l unlimited, docker run --ulimit memlock=-1, in Kubernetes the capability IPC_LOCK"
         )
 

@@ -47,7 +47,11 @@ def local_end(host: str) -> LocalEnd | None:
     for elsewhere in ANYWHERE:
         if found := _end(_source(elsewhere), interfaces):
             return found
-    reachable = {name: address for address, name in reversed(interfaces.items()) if _can_be_reached(address)}
+    reachable: dict[str, str] = {}
+    for own, name in interfaces.items():
+        parsed = ipaddress.ip_address(own)
+        if not (parsed.is_loopback or parsed.is_link_local):
+            reachable.setdefault(name, own)
     return LocalEnd(*reachable.popitem()) if len(reachable) == 1 else None
 
 
@@ -89,20 +93,6 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
-def gloo_end() -> LocalEnd | None:
-    """Return where gloo listens: on GLOO_SOCKET_IFNAME, else at the address to which this machine resolves its name.
-
-    None if there is no such interface or address.
-    """
-    interfaces = dict(_addresses())
-    if chosen := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-        return next((LocalEnd(chosen, address) for address, name in interfaces.items() if name == chosen), None)
-    address = address_of(socket.gethostname())
-    if address is None:
-        return None
-    return LocalEnd(interfaces.get(address, "lo" if is_loopback(address) else "?"), address)
-
-
 def set_gloo_interface(host: str) -> None:
     """Make gloo listen on the interface on the way to `host`, unless GLOO_SOCKET_IFNAME is set; say so in the log.
 
@@ -134,11 +124,6 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
         return False
-
-
-def _can_be_reached(address: str) -> bool:
-    parsed = ipaddress.ip_address(address)
-    return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

@@ -38,8 +38,8 @@ from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
+from fsdptrain.plan.gpus import TESTED
 from fsdptrain.plan.topology import Topology
-from fsdptrain.plan.versions import TESTED
 from fsdptrain.processes import threads_for
 from fsdptrain.run_folder.files import NOTHING_THERE
 from fsdptrain.run_folder.records import json_object, read_text
@@ -206,11 +206,6 @@ class Plan:
         """Return the number of the part of a row that a rank computes, from 0."""
         return rank % self.context
 
-    def ranks_of_row(self, rank: int) -> list[int]:
-        """Return the ranks that share each row with a rank, itself among them."""
-        first = rank - self.part_of_row(rank)
-        return [*range(first, first + self.context)]
-
     def state_bytes(self, weights: Collection[Weight]) -> int:
         """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
 
@@ -271,15 +266,13 @@ class Plan:
 
     def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
         """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
-        nnodes = start.get("world_size", 0) // self.topology.nproc_per_node if start else 0
-        return self.on_nodes(nnodes) if nnodes in self._numbers_of_nodes() else self
+        ranks = start.get("world_size", 0) if start else 0
+        return next((each for each in self.on_each_number() if each.topology.world_size == ranks), self)
 
     def on_each_number(self) -> Iterator[Plan]:
         """Yield the plan for each number of nodes that the run may have: this one, then with fewer and fewer."""
-        yield from map(self.on_nodes, reversed(self._numbers_of_nodes()))
-
-    def _numbers_of_nodes(self) -> range:
-        return range(self.topology.least_nnodes or self.topology.nnodes, self.topology.nnodes + 1)
+        most = self.topology.nnodes
+        yield from map(self.on_nodes, range(most, (self.topology.least_nnodes or most) - 1, -1))
 
     def total_steps(self, sequences: int) -> int:
         """Return the number of steps on this many sequences: `train.steps`, or enough for `train.epochs` passes."""
@@ -316,16 +309,15 @@ class Plan:
         notes, evaluations = [], -(-steps // every) if every else 0
         if evaluations <= (patience := self.recipe.eval.patience or -1):
             notes = [f"eval.patience: {patience} ends no run that has only {counted(evaluations, 'evaluation')}"]
-        if train.steps is None:
+        size, times = train.global_batch_size, train.global_batch_size / sequences
+        if train.steps is None and steps < FEW_STEPS:
             few = (
                 f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
             )
-            return [*notes, few] if steps < FEW_STEPS else notes
-        times = train.global_batch_size / sequences
-        again = (
-            f"a step of {train.global_batch_size} sequences reads the data ({sequences:,} sequences) {times:.1f} times"
-        )
-        return [*notes, again] if times > 1 else notes
+            notes.append(few)
+        elif train.steps is not None and times > 1:
+            notes.append(f"a step of {size} sequences reads the data ({sequences:,} sequences) {times:.1f} times")
+        return notes
 
     def step_positions(self, step: int) -> range:
         """Return the positions in the endless data stream of the global batch of `step` (from 0)."""
@@ -451,7 +443,10 @@ def draft_plan(
     problems += faults
     problems += elastic_problems(recipe, topology) or _division_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
-    problems += _trust_problems(recipe) if trust_remote_code else []
+    if trust_remote_code and recipe.model.id is None:
+        problems.append(Problem("has no effect without model.id", "--trust-remote-code"))
+    elif trust_remote_code and (fault := unpinned_code(str(recipe.model.id), recipe.model.revision)):
+        problems.append(Problem(fault, "model.revision"))
     # Data on the Hub is read at data.revision, as part of its path.
     held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
@@ -508,9 +503,7 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
 
 
-MAX_STATE_FRACTION = (
-    0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
-)
+MAX_STATE_FRACTION = 0.75  # of a GPU's memory, for weights, state and gradients; activations need the rest
 
 
 def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
@@ -561,55 +554,36 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     """Check that rows, batches and copies of the model divide among the ranks."""
-    context = _context_problems(recipe, topology)
-    return [*(context or _batch_problems(recipe, topology)), *_shard_problems(recipe, topology)]
-
-
-def may_share_rows(context: int, node: int, world: int) -> bool:
-    """Return whether `context` ranks can share rows: they are on one node of `node` ranks, or on several whole ones."""
-    return node % context == 0 or (context % node == 0 and world % context == 0)
-
-
-def _context_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Check that the ranks that share a row are on one node, or on several whole ones."""
-    size, ranks = recipe.parallel.context, topology.nproc_per_node
-    if may_share_rows(size, ranks, topology.world_size):
-        return []
-    near = ", ".join(str(n) for n in range(1, min(ranks, 1024) + 1) if ranks % n == 0)
-    return [Problem(f"{size} does not divide the {ranks} ranks of a node; use one of {near}", "parallel.context")]
+    train, context, node, world = recipe.train, recipe.parallel.context, topology.nproc_per_node, topology.world_size
+    problems, unit = [], _sequences(recipe, world)
+    # The ranks that share a row are on one node, or on several whole ones.
+    if node % context and (context % node or world % context):
+        near = ", ".join(str(n) for n in range(1, min(node, 1024) + 1) if node % n == 0)
+        message = f"{context} does not divide the {node} ranks of a node; use one of {near}"
+        problems.append(Problem(message, "parallel.context"))
+    elif train.global_batch_size % unit:
+        below = train.global_batch_size // unit * unit
+        near = " or ".join(str(size) for size in (below, below + unit) if size)
+        ranks = f"{world} ranks" if context == 1 else f"{world} ranks / parallel.context {context}"
+        message = (
+            f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of "
+            f"{train.micro_batch_size}; use {near}"
+        )
+        problems.append(Problem(message, "train.global_batch_size"))
+    size = _shard_size(recipe, topology)
+    if world % size:
+        near = ", ".join(str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0)
+        problems.append(Problem(f"{size} does not divide {world} ranks; use one of {near}", "fsdp.shard_size"))
+    return problems
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:
     return recipe.train.micro_batch_size * ranks // recipe.parallel.context
 
 
-def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    train, context = recipe.train, recipe.parallel.context
-    unit = _sequences(recipe, topology.world_size)
-    if train.global_batch_size % unit == 0:
-        return []
-    below = train.global_batch_size // unit * unit
-    near = " or ".join(str(size) for size in (below, below + unit) if size)
-    ranks = f"{topology.world_size} ranks" + f" / parallel.context {context}" * (context > 1)
-    message = (
-        f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of {train.micro_batch_size}; "
-        f"use {near}"
-    )
-    return [Problem(message, "train.global_batch_size")]
-
-
 def _shard_size(recipe: Recipe, topology: Topology) -> int:
     fsdp = recipe.fsdp
     return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
-
-
-def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    size, world = _shard_size(recipe, topology), topology.world_size
-    if world % size == 0:
-        return []
-    near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
-    divisors = ", ".join(map(str, near))
-    return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
 
 
 def model_name_problems(recipe: Recipe) -> list[Problem]:
@@ -620,15 +594,6 @@ def model_name_problems(recipe: Recipe) -> list[Problem]:
         for path, name in names.items()
         if isinstance(name, str) and (fault := model_name_fault(name))
     ]
-
-
-def _trust_problems(recipe: Recipe) -> list[Problem]:
-    """Check that the code to run is in a local folder or at a fixed commit of the Hub."""
-    name, revision = recipe.model.id, recipe.model.revision
-    if name is None:
-        return [Problem("has no effect without model.id", "--trust-remote-code")]
-    fault = unpinned_code(name, revision)
-    return [Problem(fault, "model.revision")] if fault else []
 
 
 def unpinned_code(name: str, revision: str | None) -> str | None:

@@ -77,13 +77,14 @@ class Topology:
         """The endpoint, with what determines it: `n1:20037 (from Slurm job 1)`."""
         return f"{self.endpoint}{self.origin or ' (launch.rdzv_endpoint)'}"
 
-    def endpoint_fault(self, fault: str, way_out: str, variable: str = "MASTER_ADDR") -> RecipeError:
-        """Return the error of an endpoint at which the nodes cannot meet; `variable` is what replaces a launcher's."""
+    def unknown_host(self) -> RecipeError:
+        """Return the error of an endpoint whose host this machine does not know."""
+        way_out = "a host that every node can resolve"
+        fault = f"{host_of(self.endpoint or '')} cannot be resolved on {socket.gethostname()}"
         if not self.source:
             return RecipeError(f"launch.rdzv_endpoint: {self.endpoint}: {fault}; choose {way_out}")
-        name = f"PET_{variable}" if self.source == "Kubeflow" else variable
         return RecipeError(
-            f"{self.endpoint}, where {self.source} lets its nodes meet: {fault}; set {name} to {way_out}"
+            f"{self.endpoint}, where {self.source} lets its nodes meet: {fault}; set MASTER_ADDR to {way_out}"
         )
 
 
@@ -107,24 +108,26 @@ def find_topology(
     if launched:
         check_agreement(recipe, launched, explicit)
     least, most = node_range(launch.nnodes)
-    nnodes = launched.nnodes if launched else most
-    endpoint = launched.endpoint if launched else launch.rdzv_endpoint
-    nproc = launched.nproc_per_node if launched else None
+    found = launched or Launched("", most, 0, endpoint=launch.rdzv_endpoint)
     topology = Topology(
         device,
-        nnodes,
-        nproc or _workers(recipe, nnodes, gpus or 2),
-        joined=launched is not None and launched.local_rank is not None,
-        source=launched.source if launched else "",
-        endpoint=endpoint,
+        found.nnodes,
+        found.nproc_per_node or _workers(recipe, found.nnodes, gpus or 2),
+        joined=found.local_rank is not None,
+        source=found.source,
+        endpoint=found.endpoint,
         least_nnodes=least if least < most and not launched else None,
     )
     if problems := topology.problems():
         raise RecipeError(problems)
-    if nnodes == 1:
-        check_announced(env, topology.source)
-    if not elsewhere:
-        _check_machine(topology, gpus)
+    if found.nnodes == 1:
+        check_announced(env, found.source)
+    if elsewhere:
+        return topology
+    check_endpoint(topology)
+    if gpus and topology.nproc_per_node > gpus and not topology.joined:
+        message = f"{topology.nproc_per_node} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
+        raise RecipeError([Problem(message, "launch.nproc_per_node")])
     return topology
 
 
@@ -136,18 +139,16 @@ def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str
         "launch.nproc_per_node": launched.nproc_per_node,
         "launch.rdzv_endpoint": launched.endpoint,
     }
-    problems = [
-        Problem(f"{wanted} contradicts {launched.source}, which has {found}: {_way_out(path, found)}", path)
-        for path, found in known.items()
-        if path in explicit and found is not None and (wanted := value_at(recipe, path)) not in (None, "auto", found)
-    ]
+    problems = []
+    for path, found in known.items():
+        wanted = value_at(recipe, path)
+        if path not in explicit or found is None or wanted in (None, "auto", found):
+            continue
+        # A shipped recipe can be overridden only.
+        way_out = "remove this key" if path == "launch.rdzv_endpoint" else f"set {path}={found}, or remove this key"
+        problems.append(Problem(f"{wanted} contradicts {launched.source}, which has {found}: {way_out}", path))
     if problems:
         raise RecipeError(problems)
-
-
-def _way_out(path: str, found: object) -> str:
-    """Return how to remove a contradiction; a shipped recipe can be overridden only."""
-    return "remove this key" if path == "launch.rdzv_endpoint" else f"set {path}={found}, or remove this key"
 
 
 def check_endpoint(topology: Topology) -> None:
@@ -167,9 +168,7 @@ def check_name(topology: Topology, env: Mapping[str, str]) -> None:
     end = time.monotonic() + (POD_NAME_S if "KUBERNETES_SERVICE_HOST" in env else NAME_S)
     while address_of(host) is None:
         if time.monotonic() > end:
-            raise topology.endpoint_fault(
-                f"{host} cannot be resolved on {socket.gethostname()}", "a host that every node can resolve"
-            )
+            raise topology.unknown_host()
         time.sleep(NAME_POLL_S)
 
 
@@ -177,14 +176,6 @@ def host_of(endpoint: str) -> str:
     """Return the host of HOST:PORT, of [IPv6]:PORT, or of a HOST without a port."""
     host, _, port = endpoint.rpartition(":")
     return (host if host and port.isdigit() else endpoint).strip("[]")
-
-
-def _check_machine(topology: Topology, gpus: int) -> None:
-    """Raise RecipeError if the workers that this process starts cannot run here, or not meet those of other nodes."""
-    check_endpoint(topology)
-    if gpus and topology.nproc_per_node > gpus and not topology.joined:
-        message = f"{topology.nproc_per_node} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
-        raise RecipeError([Problem(message, "launch.nproc_per_node")])
 
 
 def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridden: Collection[str] = ()) -> Topology:

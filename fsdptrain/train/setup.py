@@ -62,7 +62,7 @@ from fsdptrain.model.units import bytes_in_host, model_flops
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
-from fsdptrain.plan.driver import why_unseen
+from fsdptrain.plan.gpus import why_unseen
 from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fault
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.plan.topology import Topology

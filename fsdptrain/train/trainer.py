@@ -19,8 +19,8 @@ from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
-from fsdptrain.failures.heartbeat import Heartbeat
 from fsdptrain.failures.translate import exit_from_thread
+from fsdptrain.failures.watchdog import Heartbeat
 from fsdptrain.parallel.shard import build, check_replicas
 from fsdptrain.parallel.world import World, check_hosts_of_copies
 from fsdptrain.plan.plan import fastest_on_one_gpu
@@ -355,7 +355,8 @@ class Trainer:
         samples: dict[str, list[int]] = {}
         for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
             micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
-            others = [rank for rank in self.plan.ranks_of_row(source.rank) if rank != source.rank]
+            first = source.rank - self.plan.part_of_row(source.rank)
+            others = [rank for rank in range(first, first + self.plan.context) if rank != source.rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
             where = f"{source.what} on rank {source.rank}{shared}"
             samples.setdefault(where, []).extend(self.stream.at(micro_batch))

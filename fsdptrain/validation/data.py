@@ -5,6 +5,7 @@ For a first recipe its sizes are chosen before, from the rows: tokenised where t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -49,7 +50,12 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
         first, windows = of_first_window(plan)
         files = _files_to_read(first, findings)
         if files != 0:
-            check_rows(plan, findings)
+            # The first rows of each source: the columns they have, and those that the format reads.
+            found, named = [], bool(plan.recipe.data.sources)
+            for source in plan.sources:
+                with errors_of(source.name if named else None):
+                    found.append(_check_rows_of(source, named, findings))
+            findings.add_values("data", {"sources": found} if named else found[0], HEADING)
             readable = files is None
     # A tokenizer that is trained needs the rows; any other can be checked without them.
     if readable or vocab_size is None:
@@ -61,7 +67,7 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
             check_special_tokens(plan, tokenizer)
     if readable and tokenizer is not None:
         with findings.continue_on_error():
-            steps = check_sequences(first, tokenizer, findings)
+            steps = _check_sequences(first, tokenizer, findings)
             if len(windows) > 1:
                 found = findings.levels["data"]["sequences"]
                 findings.add_note(f"{windows_note(windows, found)}: all counts are of the first window")
@@ -99,15 +105,6 @@ def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
     return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
 
 
-def check_rows(plan: Plan, findings: Findings) -> None:
-    """Read the first rows of each source, and record the columns they have and those that the format reads."""
-    found, named = [], bool(plan.recipe.data.sources)
-    for source in plan.sources:
-        with errors_of(source.name if named else None):
-            found.append(_check_rows_of(source, named, findings))
-    findings.add_values("data", {"sources": found} if named else found[0], HEADING)
-
-
 def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> dict[str, Any]:
     """Read the first rows of a source, show what is read, and return it; `named`: there may be others."""
     data, name = source.data, f"{source.name}: " if named else ""
@@ -125,7 +122,7 @@ def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> di
     return {**({"name": source.name} if named else {}), **reading}
 
 
-def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
+def _check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
         day = pin_date(plan, tokenizer, plan.rundir, keep=False)
@@ -139,17 +136,29 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         findings.add_note(date_note(day))
     is_chat, has_template = plan.trains_chat, not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
     template = "the recipe's" if plan.recipe.data.chat_template else "the tokenizer's" if has_template else "plain"
-    packed = describe_sequences(plan, stream, len(held_out)) | {
+    packed: dict[str, Any] = {
+        **stream.corpus.notes,
+        "sequences": len(stream),
+        "eval_sequences": len(held_out),
+        "fill": stream.corpus.fill(),
+        "document": stream.corpus.document(),
+        "steps_per_epoch": len(stream) / plan.recipe.train.global_batch_size,
+        "steps": plan.total_steps(len(stream)),
+        "prepared_bytes": sum(
+            array.nbytes
+            for part in stream.corpus.parts
+            for array in (part.tokens, part.trained, part.pieces, part.lengths)
+        ),
         "vocab_size": vocabulary_size(tokenizer),
         "template": template if is_chat else None,
     }
     if plan.recipe.data.sources:
-        before, found = findings.levels["data"]["sources"], describe_sources(plan, stream, tokenizer)
+        before, found = findings.levels["data"]["sources"], _describe_sources(plan, stream, tokenizer)
         packed["sources"] = [read | each for read, each in zip(before, found, strict=True)]
     else:
-        packed |= describe_rows(stream.corpus.parts[0], tokenizer)
+        packed |= _describe_rows(stream.corpus.parts[0], tokenizer)
     findings.add_values("data", packed, HEADING)
-    show_sequences(plan, packed, findings)
+    _show_sequences(plan, packed, findings)
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
     chats = [source.data for source in plan.sources if source.data.format.is_chat]
@@ -169,25 +178,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     return int(packed["steps"])
 
 
-def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
-    """Return what the rows became: counts of rows, tokens, sequences and steps. `held_out` counts sequences."""
-    train, parts = plan.recipe.train, stream.corpus.parts
-    return {
-        **stream.corpus.notes,
-        "sequences": len(stream),
-        "eval_sequences": held_out,
-        "fill": stream.corpus.fill(),
-        "document": stream.corpus.document(),
-        "steps_per_epoch": len(stream) / train.global_batch_size,
-        "steps": plan.total_steps(len(stream)),
-        "prepared_bytes": sum(
-            array.nbytes for part in parts for array in (part.tokens, part.trained, part.pieces, part.lengths)
-        ),
-    }
-
-
-def describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the lengths of the rows of a source, how they share sequences, and its first row."""
+def _describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {
         "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
@@ -195,7 +186,7 @@ def describe_rows(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> dict[st
     }
 
 
-def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def _describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return what the rows of each source became, its shares of what is read, and how often the run reads it.
 
     The shares are of the sequences, of their tokens without padding, and of those of them that are trained.
@@ -215,7 +206,7 @@ def describe_sources(plan: Plan, stream: Stream, tokenizer: PreTrainedTokenizerB
             "trained_share": trained[i] / sum(trained),
             "sequences_read": read[i],
             "times_read": times[i],
-            **describe_rows(part, tokenizer),
+            **_describe_rows(part, tokenizer),
         }
         for i, (source, part) in enumerate(zip(plan.sources, parts, strict=True))
     ]
@@ -243,7 +234,7 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
     }
 
 
-def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
+def _show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
     """Add the lines of the rows of a source: counts, and a histogram of their lengths."""
     lengths = packed["lengths"]
     beyond = {
@@ -265,11 +256,11 @@ def show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str 
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
 
 
-def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
+def _show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
     """Add what is known of the packed rows: of each source its rows and an example, and the sequences in all."""
     data, sources = plan.recipe.data, packed.get("sources", [])
     for source, each in zip(plan.sources, sources, strict=False):
-        show_rows(source.data, each, findings, f"{source.name}: ")
+        _show_rows(source.data, each, findings, f"{source.name}: ")
         findings.add_lines(HEADING, f"its first row, trained parts in ⟦ ⟧:\n{each['example']}")
     if sources:
         header = ["source", "sequences", "filled", "share", "of tokens", "of trained tokens", "read"]
@@ -283,7 +274,7 @@ def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> No
         ]  # fmt: skip
         findings.add_item(HEADING, "table", header=header, rows=table)
     else:
-        show_rows(data, packed, findings)
+        _show_rows(data, packed, findings)
     mixed, of_epoch = "", " in an epoch" if sources else ""
     if data.packing != "none" and not sources:
         mixed = f", {packed['rows_per_sequence']:.1f} rows per sequence"
@@ -303,7 +294,10 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), plan.recipe.data.treatment
+    positions, treatment = None, plan.recipe.data.treatment
+    with contextlib.suppress(Exception):  # of any class; the model level of a dry run reports it
+        config = AutoConfig.from_pretrained(str(plan.recipe.model.id), **hub_arguments(plan, None))
+        positions = position_limit(config.get_text_config())
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size, plan.recipe.data.eval)
     findings.levels["chosen"] = sizes
@@ -349,12 +343,3 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
             lengths.append(-(-sum(len(text.encode()) for text in texts) // BYTES_PER_TOKEN))
         findings.send_progress("read", len(lengths), min(available, MOST_ROWS))
     return RowLengths(np.array(lengths), available)
-
-
-def _positions(plan: Plan) -> int | None:
-    """Return the longest sequence that the model supports; None if it has no limit or its configuration is not here."""
-    try:
-        config = AutoConfig.from_pretrained(str(plan.recipe.model.id), **hub_arguments(plan, None))
-    except Exception:  # of any class; the model level of a dry run reports it
-        return None
-    return position_limit(config.get_text_config())

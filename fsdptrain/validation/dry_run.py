@@ -11,13 +11,17 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from fsdptrain.checkpoint.nodes import existing_parent
 from fsdptrain.data.hub import go_offline_if_unreachable
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
     ADVICE_HEADER,
@@ -36,16 +40,21 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import override_words, search
+from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.model.attention import installed_flash
+from fsdptrain.plan.gpus import unused_cards_note
 from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card, dtype_fault
+from fsdptrain.plan.limits import fatal_limits, risky_limits, uncompiled_note
+from fsdptrain.plan.network import address_of
 from fsdptrain.plan.plan import Counts, Plan
+from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.processes import answer_parent, records_of_parent
-from fsdptrain.text import counted, duration
+from fsdptrain.text import counted, duration, size
 from fsdptrain.train.optim import warmup_note
+from fsdptrain.train.setup import gpu_fault
 from fsdptrain.validation.data import check_data, choose
 from fsdptrain.validation.findings import Findings
-from fsdptrain.validation.machine import check_machine
-from fsdptrain.validation.model import check_model
+from fsdptrain.validation.model import attention_available, check_model
 from fsdptrain.validation.request import Request
 
 MEMORY = "Peak memory (highest rank)"
@@ -63,10 +72,9 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
     for problem in request.problems:
         findings.add_problem(RecipeError(problem))
     if not request.problems:
-        values, lines = describe_plan(plan)
-        findings.add_values("plan", values, "Plan", *lines)
+        _check_plan(plan, findings)
     with findings.continue_on_error():
-        check_machine(plan, findings)
+        _check_machine(plan, findings)
     vocab_size, steps = check_data(plan, findings)
     if steps and (note := warmup_note(steps, plan.recipe.optim, plan.recipe.schedule)):
         findings.add_warning(note)
@@ -77,8 +85,94 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
                 check_step(request, vocab_size, steps, findings, forecaster)
 
 
-def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return what is shown of a plan, and lines that explain how its ranks share a step."""
+def _check_machine(plan: Plan, findings: Findings) -> None:
+    """Record what this machine has, and a problem for each thing that the run needs and it lacks."""
+    machine = describe_machine(plan)
+    findings.add_values("machine", machine, "This machine")
+    for error in machine_problems(plan, machine):
+        findings.add_problem(error, this_machine_only=True)
+    workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
+    if plan.topology.device == "cpu" and workers > cores:
+        findings.add_note(f"{workers} workers share {counted(cores, 'core')}")
+    if findings.elsewhere:
+        return
+    for note in (uncompiled_note(plan), unused_cards_note(os.environ)):
+        if note:
+            findings.add_note(note)
+    names = [f"{gpu['name']} {size(gpu['memory_bytes'])}" for gpu in machine["gpus"]]
+    cpu = f"{machine['cpu']['cores']} cores, {size(machine['cpu']['memory_bytes'])} of RAM"
+    kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    findings.add_lines(
+        "This machine",
+        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}; "
+        f"{' and '.join(machine['backends'])}",
+    )
+
+
+def describe_machine(plan: Plan) -> dict[str, Any]:
+    """Return the devices of this machine, and what torch and transformers support on them."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kernel = plan.recipe.model.attn_implementation
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "cpu": {
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        },
+        "backends": [
+            name
+            for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+            if available
+        ],
+        "attention": {"kernel": kernel, "available": attention_available(kernel)},
+    }
+
+
+def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
+    yield from node_problems(plan, machine)
+    if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
+        yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
+    elif plan.topology.endpoint is not None:
+        try:
+            host, _ = parse_rendezvous_endpoint(plan.topology.endpoint, default_port=0)
+        except ValueError as error:
+            yield RecipeError(f"launch.rdzv_endpoint: {error}")
+        else:
+            if not plan.topology.joined and address_of(host) is None:
+                yield plan.topology.unknown_host()
+
+
+def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """Yield those of `machine_problems` that are left when the workers of all nodes have met."""
+    kernel = machine["attention"]["kernel"]
+    if fault := gpu_fault(plan.topology, len(machine["gpus"]), os.environ):
+        yield RecipeError(fault)
+    for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
+        if name not in machine["backends"]:
+            yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
+    if not machine["attention"]["available"]:
+        yield RecipeError(
+            f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU of compute "
+            "capability 8.0), or use auto"
+        )
+    for problem in fatal_limits(plan):
+        yield RecipeError([problem])
+    for risk in risky_limits(plan):
+        yield RecipeError(risk)
+    folder = existing_parent(Path(plan.run_dir))
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        yield RecipeError(f"output_dir: cannot write to {folder}")
+    try:
+        check_run_dir(plan)
+    except FsdptrainError as error:
+        yield error
+
+
+def _check_plan(plan: Plan, findings: Findings) -> None:
+    """Record the plan, and how its ranks share a step."""
     train, topology, seq_len = plan.recipe.train, plan.topology, plan.recipe.data.seq_len
     values = {
         "strategy": plan.recipe.fsdp.strategy, "world_size": topology.world_size, "replicas": plan.replicas,
@@ -89,20 +183,20 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     device = ("GPU" if topology.device == "cuda" else "CPU rank") + "s" * (topology.world_size > 1) + topology.origin
     copies = "one copy of the model" if plan.replicas == 1 else f"{plan.replicas} copies of the model, each"
     spread = f"sharded over {plan.shard_size} ranks" if plan.shard_size > 1 else "on one rank"
-    micro, size = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")
+    micro, rows = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")
     fewer = [
         f"on {counted(each.topology.nnodes, 'node')}: {each.ranks_text} × "
-        f"{counted(each.accumulation, 'micro-batch', 'es')} × {size}"
+        f"{counted(each.accumulation, 'micro-batch', 'es')} × {rows}"
         for each in plan.on_each_number()
     ][1:]
     lines = [
         f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
         f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
-        f"{plan.ranks_text} × {micro} × {size}",
+        f"{plan.ranks_text} × {micro} × {rows}",
     ]
     if fewer:
         lines.append(f"if nodes are lost: {'; '.join(fewer)}")
-    return values, lines
+    findings.add_values("plan", values, "Plan", *lines)
 
 
 def check_step(
@@ -131,22 +225,27 @@ def check_step(
     findings.send_busy("simulating a step")
     forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
     # The forecast comes first, because the verdict reads it; other plans last, because their search takes minutes.
-    cost = run_cost(forecast, plan, steps, request.price)
+    cost: dict[str, Any] = {}
+    if steps is not None:
+        cost = {"run_s": steps * forecast.step_s}
+        cost["gpu_hours"] = cost["run_s"] / 3600 * plan.topology.world_size
+        if request.price is not None:
+            cost |= {"price_per_gpu_hour": request.price, "dollars": cost["gpu_hours"] * request.price}
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
-    show_forecast(forecast, plan, cost, findings)
+    _show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=request.advise))
-    check_least_nodes(plan, hardware, vocab_size, findings, forecaster)
+    _check_least_nodes(plan, hardware, vocab_size, findings, forecaster)
     if request.plot:
         findings.step["plot"] = request.plot
         findings.add_lines(MEMORY, f"plotted over the step in {request.plot}")
     for note in forecast.notes:
         findings.add_note(note)
     if request.advise:
-        advise(request, hardware, forecast, vocab_size, findings, forecaster)
+        _advise(request, hardware, forecast, vocab_size, findings, forecaster)
 
 
-def check_least_nodes(
+def _check_least_nodes(
     plan: Plan, hardware: Hardware, vocab_size: int | None, findings: Findings, forecaster: Forecaster
 ) -> None:
     """Forecast a step on the least number of nodes, which need the most memory; add a problem if it does not fit."""
@@ -162,17 +261,7 @@ def check_least_nodes(
         findings.add_problem(does_not_fit_error(f"on {nodes}, {verdict(step, fewest)}", fewest, searched=False))
 
 
-def run_cost(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:
-    """Return seconds, GPU-hours and dollars of the whole run; nothing if the number of steps is unknown."""
-    if steps is None:
-        return {}
-    run_s = steps * forecast.step_s
-    hours = run_s / 3600 * plan.topology.world_size
-    cost = {"run_s": run_s, "gpu_hours": hours}
-    return cost if price is None else cost | {"price_per_gpu_hour": price, "dollars": hours * price}
-
-
-def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
+def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
     """Add the lines, tables and bars of a forecast, and its one-line verdict."""
     findings.add_lines(MEMORY, *memory_lines(forecast))
     findings.add_item(MEMORY, "table", header=MEMORY_HEADER, rows=memory_rows(forecast))
@@ -202,7 +291,7 @@ def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> It
         yield f"beside the steps, {often:,} evaluations: about {duration(held_out_s)} each{prompts}"
 
 
-def advise(
+def _advise(
     request: Request,
     hardware: Hardware,
     own: Forecast,

@@ -197,24 +197,18 @@ def show_notes(notes: list[str], page: Page) -> None:
 
 
 def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) -> None:
-    for line in histogram_lines(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
-        page.say(line, INDENT)
-
-
-def histogram_lines(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
-    """Return a line a bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
+    """Print a line a bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
+    width = (page.width or PIPE_WIDTH) - INDENT
     while len(bins) > 1 and not bins[0]["rows"]:
         bins = bins[1:]
     most = max(each["rows"] for each in bins)
     names = [f"{each['from']:,}–{each['to']:,}" for each in bins]
     name_width, digits = max(map(len, names)), len(f"{most:,}")
     longest = max(1, min(LONGEST_BAR, width - name_width - digits - len(beyond) - 5))
-    return [
-        f"{name:>{name_width}} {each['rows']:>{digits},} "
-        + ("█" * round(longest * each["rows"] / most) or "▏" * bool(each["rows"]))
-        + (f" {beyond}" if each["from"] > seq_len and each["rows"] else "")
-        for name, each in zip(names, bins, strict=True)
-    ]
+    for name, each in zip(names, bins, strict=True):
+        bar = "█" * round(longest * each["rows"] / most) or "▏" * bool(each["rows"])
+        note = f" {beyond}" if each["from"] > seq_len and each["rows"] else ""
+        page.say(f"{name:>{name_width}} {each['rows']:>{digits},} {bar}{note}", INDENT)
 
 
 # Kind of an item → the function that prints it.

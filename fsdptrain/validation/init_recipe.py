@@ -1,4 +1,7 @@
-"""The text of a first recipe for some data and a model, with comments: `fsdptrain init`."""
+"""A first recipe for some data and a model, with comments: `fsdptrain init`.
+
+Its sizes are chosen from the data in a dry run, and on GPUs its plan by a search.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import numpy as np
 
 from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
+from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.config.schema import Data, Treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
@@ -21,7 +25,11 @@ from fsdptrain.data.pack import fill_sequences
 from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.run_folder.storage import url_fault
-from fsdptrain.text import one_line
+from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import counted, duration, one_line, seconds, size
+from fsdptrain.validation.findings import Outcome, show_notes, show_section
+from fsdptrain.validation.request import make_request, run_dry_run
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
@@ -134,11 +142,12 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     _, rows = peek(found, read_as)
     if seam_without_space(rows, read_as):
         read_as.separator = "\n"
-    places = [
-        _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
-    ]
-    held_out, folder = held_out_files(found), dest.parent.absolute()
-    if held_out and places[0] == os.path.relpath(str(found), folder):  # relative to the recipe, as the data
+    # Relative to the recipe's folder, unless a path is absolute or a Hub id.
+    held_out, folder, places = held_out_files(found), dest.parent.absolute(), []
+    for given, path in zip(data, [found] if isinstance(found, str) else found, strict=True):
+        is_kept = path == given or given.startswith("~") or Path(given).is_absolute()
+        places.append(given if is_kept else os.path.relpath(path, folder))
+    if held_out and places[0] == os.path.relpath(str(found), folder):
         held_out = os.path.relpath(held_out, folder)
     read = describe_columns(found, read_as)
     return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, read, held_out)
@@ -150,13 +159,6 @@ def _missing_model(model: str) -> str | None:
         return None if (Path(model) / "config.json").is_file() else f"{shortened(model)!r} has no config.json"
     folder = model.rpartition("/")[0]
     return f"{shortened(model)!r} does not exist in the folder {folder}" if folder and is_folder(folder) else None
-
-
-def _path_from_recipe(data: str, found: str, dest: Path) -> str:
-    """Return the data's path relative to the recipe's folder; unchanged when it is absolute or a Hub id."""
-    if found == data or data.startswith("~") or Path(data).is_absolute():
-        return data
-    return os.path.relpath(found, dest.parent.absolute())
 
 
 def _run_name(model: str, data: str) -> str:
@@ -172,6 +174,7 @@ MICRO_TOKENS = 2**11  # of a micro-batch, before a search for the fastest plan
 STEPS = 100  # that a run should have at least
 FEWEST_STEPS = 10  # that longer sequences must leave
 FEW, FEW_ROWS = 800, 2000  # sequences, or rows; below, an epoch has not enough for STEPS of a useful size
+FEWEST_ROWS = 50  # of which some are held out
 SAMPLED = 2000  # rows that are packed to see how well they fill sequences
 
 
@@ -201,9 +204,12 @@ def choose_sizes(
     seq_len, sequences = _sequence_length(rows, treatment, limit, ranks)
     units = rows.available if treatment in ("cut", "drop") else max(rows.available, sequences)
     epochs = _epochs(units, sequences)
-    if held_out is None and (fraction := _held_out(units)):
+    if held_out is None and units >= FEWEST_ROWS:
+        fraction = 0.1 if units < 1000 else 0.05 if units < 20_000 else 0.01
         held_out, sequences = {"fraction": fraction}, max(1, math.floor(sequences * (1 - fraction)))
-    batch = _batch(sequences, epochs, STEP_TOKENS // seq_len, ranks)
+    # A multiple of `ranks` that gives STEPS if possible, at most an epoch.
+    wanted = min(epochs * sequences // STEPS, STEP_TOKENS // seq_len, sequences)
+    batch = ranks * _power_of_two_below(wanted // ranks)
     steps = math.ceil(epochs * sequences / batch)
     micro = _power_of_two_below(min(batch // ranks, MICRO_TOKENS // seq_len))  # divides another power of two
     return {
@@ -255,19 +261,6 @@ def _epochs(rows: int, sequences: int) -> int:
     return 1 if rows >= FEW_ROWS or sequences >= FEW else 3
 
 
-def _held_out(rows: int) -> float | None:
-    """Return the share of the tokens to hold out; None if the rows are too few to be divided."""
-    if rows < 50:
-        return None
-    return 0.1 if rows < 1000 else 0.05 if rows < 20_000 else 0.01
-
-
-def _batch(sequences: int, epochs: int, most: int, ranks: int) -> int:
-    """Return the sequences of a step: a multiple of `ranks` that gives STEPS if possible, at most an epoch."""
-    wanted = min(epochs * sequences // STEPS, most, sequences)
-    return ranks * _power_of_two_below(wanted // ranks)
-
-
 def _power_of_two_below(number: int) -> int:
     """Return the largest power of two that is not larger than `number`; 1 for less."""
     return 1 << max(0, number.bit_length() - 1)
@@ -277,3 +270,62 @@ def _round_down(number: float) -> int:
     """Return a round number of steps: 1, 2 or 5 times a power of ten, not larger than `number`; 1 for less."""
     power = 10 ** max(0, math.floor(math.log10(max(number, 1))))
     return next((factor * power for factor in (5, 2, 1) if factor * power <= number), 1)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The text of a recipe, None if the data or the model cannot be used, and the dry run that it comes from."""
+
+    text: str | None
+    forecast: list[str]
+    outcome: Outcome
+
+
+def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
+    """Return a recipe for all rows of the data, and for the GPUs of this machine or `hardware` the fastest plan.
+
+    Raises RecipeError for unknown hardware.
+    """
+    topology = make_request(_parsed(starter, starter.text({})), hardware).plan.topology
+    on_gpus, written = topology.device == "cuda", starter.text({"train.global_batch_size": topology.world_size})
+    request = make_request(_parsed(starter, written), hardware, choose=True, build=on_gpus, advise=on_gpus)
+    outcome = run_dry_run(request, screen)
+    chosen = outcome.report.get("chosen")
+    if chosen is None:
+        return Proposal(None, [], outcome)
+    found = outcome.report.get("advice", {}).get("options", [])
+    best = next((option for option in found if option["fits"]), None)
+    if best is None:
+        text = starter.text(chosen)
+        return Proposal(_parsed(starter, text).text, [], outcome)
+    forecast = _forecast_lines(best, outcome, hardware or "the GPUs of this machine")
+    text = starter.text(chosen | best["overrides"], forecast)
+    return Proposal(_parsed(starter, text).text, forecast, outcome)
+
+
+def _parsed(starter: Starter, text: str) -> LoadedRecipe:
+    return parse(text, starter.dest.name, starter.dest.parent.absolute(), [])
+
+
+def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> list[str]:
+    """Return what the search found, for a comment and for the screen."""
+    tried = counted(outcome.report["advice"]["tried"] + 1, "plan")
+    lines = [
+        f"the fastest of {tried} for {hardware}, by forecast: {size(best['needed_bytes'])} of "
+        f"{size(best['memory_bytes'])} a GPU, {seconds(best['step_s'])} s a step, MFU {best['mfu']:.0%}"
+    ]
+    rows = outcome.report.get("data", {})
+    if "steps" in rows and rows["rows"] == rows["available"]:  # else the steps are those of a part of the data
+        lines.append(f"{counted(rows['steps'], 'step')} take about {duration(rows['steps'] * best['step_s'])}")
+    return lines
+
+
+def show_proposal(proposal: Proposal, page: Page) -> None:
+    """Print what the data is, how the plan was chosen, and notes."""
+    outcome = proposal.outcome
+    for heading, items in outcome.sections:
+        if heading == "Data":
+            show_section(heading, items, page)
+    if proposal.forecast:
+        show_section("Plan", [{"kind": "text", "text": line} for line in proposal.forecast], page)
+    show_notes([*(note for note in outcome.notes if not note.startswith("not checked here")), *outcome.problems], page)

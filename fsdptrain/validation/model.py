@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model.adapters import quantised_ids, saved_tensors
+from fsdptrain.model.attention import card_obstacle
 from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied, weights_of
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
 from fsdptrain.validation.findings import Findings
-from fsdptrain.validation.machine import attention_available
 
 HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
@@ -49,31 +50,49 @@ def check_model(
     if note := base_note(plan.recipe):
         findings.add_note(note)
     model = describe_model(ready.plan, ready.trained, ready.units)
-    findings.add_values("model", model, HEADING, *model_lines(model))
-    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))
+    findings.add_values("model", model, HEADING, *_model_lines(model))
+    rows = [
+        [
+            unit["unit"], " + ".join(unit["classes"]), f"{unit['count']}", f"{unit['parameters']:,}",
+            size(unit["shard_bytes"]), size(unit["gathered_bytes"]), "kept" if unit["stays_gathered"] else "freed",
+        ]
+        for unit in model["units"]
+        if unit["parameters"]  # the root may have none
+    ]  # fmt: skip
+    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=rows)
     disk = disk_space(plan, ready.weights, steps)
     findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
     host = host_space(plan, ready.weights, steps, bytes_in_host(ready.plan, ready.trained))
     findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host))
-    problems = [*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))]
-    for error in problems:
+    for error in (*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))):
         findings.add_problem(error, this_machine_only=True)
     return ready.config
+
+
+def attention_available(kernel: str) -> bool:
+    """Return whether an attention kernel can be imported here, by transformers' checks, and runs on these GPUs."""
+    if kernel == "flash_attention_2":  # transformers also takes it from the `kernels` package
+        there = is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available())
+        return bool(there and not card_obstacle())
+    return bool(kernel != "flex_attention" or is_torch_flex_attn_available())
 
 
 def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
     fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
     how = fsdp.recomputation
-    kept = []
-    if how.keep_attention:
-        kept.append("attention")
+    kept = ["attention"] if how.keep_attention else []
     if how.offload:
         kept.append("in host memory")
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
-    rows = [describe_unit(plan, *unit, packed) for unit in owned]
+    rows = [_describe_unit(plan, *unit, packed) for unit in owned]
     weights = weights_of(model, packed).values()
+    first: dict[int, str] = {}
+    shared = []  # further names of tied parameters
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            shared.append(f"{name} = {first[id(param)]}")
     count, embedding = Counts.of(weights), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
     return {
@@ -83,11 +102,11 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
         "trainable_parameters": count.trained,
         "adapter_parameters": count.adapters,
         "quantised_parameters": count.quantised,
-        "saved_bytes": saved_by_freezing(plan, weights),
+        "saved_bytes": _saved_by_freezing(plan, weights),
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
-        "units": group_similar_units(rows),
-        "tied": {"tied": tied(model), "weights": tied_names(model), "unit": embedding_unit if tied(model) else None},
+        "units": _grouped(rows),
+        "tied": {"tied": tied(model), "weights": shared, "unit": embedding_unit if tied(model) else None},
         "dtypes": {
             "master": plan.recipe.model.dtype,
             "compute": fsdp.mixed_precision.param_dtype,
@@ -100,7 +119,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     }
 
 
-def saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
+def _saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
     """Return the bytes by which frozen parameters are smaller than trained ones with state and gradients."""
     frozen = [dataclasses.replace(weight, trained=True) for weight in weights if not weight.trained]
     gradients = BYTES[plan.recipe.model.dtype] * sum(weight.numel for weight in frozen)
@@ -116,7 +135,7 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
         yield name, list(dict.fromkeys(type(module).__name__ for module in modules)), list(params.values())
 
 
-def describe_unit(
+def _describe_unit(
     plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int]
 ) -> dict[str, Any]:
     """Return what is shown of a unit: its parameters, its largest shard, and the bytes that are gathered.
@@ -126,7 +145,10 @@ def describe_unit(
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
-    shards = sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in params)
+    shards = 0.0
+    for param in params:
+        rows = param.shape[0] if param.ndim else 1
+        shards += -(-rows // plan.shard_size) * (param.numel() // rows) * itemsize[id(param)]
     gathered = [param for param in params if not (plan.has_whole_shards and param.dtype == compute)]
     return {
         "unit": name,
@@ -138,12 +160,7 @@ def describe_unit(
     }
 
 
-def _largest_shard(param: nn.Parameter, ranks: int) -> int:
-    rows = param.shape[0] if param.ndim else 1
-    return -(-rows // ranks) * (param.numel() // rows)
-
-
-def group_similar_units(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row, with a count, for units that differ only by a number in their names; numbers are per unit."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -166,18 +183,7 @@ def _name_range(names: list[str]) -> str:
     return re.sub(r"\d+", "*", names[0])
 
 
-def tied_names(model: nn.Module) -> list[str]:
-    """Return the further names of tied parameters: `lm_head.weight = model.embed_tokens.weight`."""
-    first: dict[int, str] = {}
-    found = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(param), name) != name:
-            found.append(f"{name} = {first[id(param)]}")
-    return found
-
-
-def model_lines(model: dict[str, Any]) -> list[str]:
-    """Return the lines of this description, without the table of units."""
+def _model_lines(model: dict[str, Any]) -> list[str]:
     dtypes, units = model["dtypes"], model["units"]
     count = sum(unit["count"] for unit in units)
     shared = model["tied"]
@@ -205,21 +211,4 @@ def model_lines(model: dict[str, Any]) -> list[str]:
         + ("; what they keep waits in host memory" if "in host memory" in kept else "")
         if recomputed
         else f"activations of all {model['blocks']} layers are kept for the backward pass",
-    ]
-
-
-def unit_rows(model: dict[str, Any]) -> list[list[str]]:
-    """Return the table of units, with the columns of `UNIT_HEADER`."""
-    return [
-        [
-            unit["unit"],
-            " + ".join(unit["classes"]),
-            f"{unit['count']}",
-            f"{unit['parameters']:,}",
-            size(unit["shard_bytes"]),
-            size(unit["gathered_bytes"]),
-            "kept" if unit["stays_gathered"] else "freed",
-        ]
-        for unit in model["units"]
-        if unit["parameters"]  # the root may have none
     ]

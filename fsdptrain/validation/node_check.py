@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.checkpoint.nodes import DATA, FOLDER, GPUS, PLAN, Agreed, file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.nodes import DATA, FOLDER, GPUS, PLAN, file_to_see, sees, shared_folder
 from fsdptrain.checkpoint.resume import describe_changes, plan_changes
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.resume_pins import pin_commits
@@ -35,38 +35,29 @@ from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, listed, to_record
 from fsdptrain.failures.translate import as_fsdptrain_error, write_error_file
 from fsdptrain.parallel.world import World, check_hosts_of_copies, open_tcp_store
-from fsdptrain.plan.gpus import damaged_gpus
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.network import gloo_end, is_loopback
 from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.run_folder.files import write_atomically
-from fsdptrain.text import GIB, counted, size
-from fsdptrain.validation.dry_run import hardware_here
+from fsdptrain.text import counted
+from fsdptrain.validation.dry_run import describe_machine, hardware_here, node_problems
 from fsdptrain.validation.findings import Findings, Outcome
-from fsdptrain.validation.machine import describe_machine, node_problems
 from fsdptrain.validation.request import OUTCOME, REQUEST, Request
 
 HEADING = "Nodes"
-HEADER = ["node", "verdict", "plan", "data", "GPUs", "gloo", "inside", "between"]
+HEADER = ["node", "verdict", "plan", "data", "GPUs", "inside", "between"]
 DATA_BYTES = 2**30  # of data files are read for their digest
 CONNECT_S = 60.0  # for the process group and the measurement; a network that does not connect would wait for hours
 LEAVE_S = 10.0  # that rank 0, which may hold the TCPStore, waits for the others
 BUFFER_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of the all-reduce that measures a link
-MAX_USED = 2 * GIB  # bytes of a GPU; a context of this process is below
-WAY_TO_NETWORK = (
-    "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the network between the nodes (`ip -br address` "
-    "lists them), or give the name of the node its own address in /etc/hosts"
-)
 
 
 @dataclass(frozen=True)
 class Node:
-    """What the ranks of a node found out.
+    """What the first rank of a node found out.
 
     `data` is a digest, None if there is no data; `changes` are the differences of its plan from that of the first node;
-    `shares_output` is whether it sees a file that the first node wrote; `gloo` the interface and the address that gloo
-    listens on, None without any; `gpu_faults` why GPUs cannot be used. Bandwidths are bytes/s of a rank, None if they
+    `shares_output` is whether it sees a file that the first node wrote. Bandwidths are bytes/s of a rank, None if they
     were not measured. `problems` are records of errors of this node alone.
     """
 
@@ -76,12 +67,10 @@ class Node:
     changes: list[str]
     data: str | None
     shares_output: bool
-    gloo: list[str] | None
     gpus: list[str]
-    gpu_faults: list[str] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
     inside_bw: float | None = None
     between_bw: float | None = None
-    problems: list[dict[str, str]] = field(default_factory=list)
 
 
 class Ranks:
@@ -89,7 +78,6 @@ class Ranks:
 
     def __init__(self, plan: Plan) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
         self.timeout_s = plan.recipe.launch.timeout_s
         self.tcp_store = open_tcp_store(plan, self.rank, timedelta(seconds=self.timeout_s), StopRequest())
 
@@ -107,9 +95,8 @@ class Ranks:
             values: list[Any] = json.loads(self.tcp_store.get(name))
             return values
         except dist.DistError as error:
-            later = f" and {more_s:g} s for the links" if more_s else ""
             raise WorkerLost(
-                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s{later}): "
+                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s): "
                 f"see the output of the other nodes ({first_line(error)})"
             ) from None
 
@@ -127,34 +114,38 @@ def check_ranks(request: Request) -> Outcome:
     Raises WorkerLost if other ranks do not answer.
     """
     plan, ranks = request.plan, Ranks(request.plan)
+    answers_for_node = os.environ["LOCAL_RANK"] == "0"
     with contextlib.ExitStack() as stack:
-        # What this process sees by itself.
-        own: dict[str, Any] = {"first": ranks.local_rank == 0, **rank_gpu(plan, ranks.local_rank)}
-        if ranks.local_rank == 0:
-            own |= describe_node(request)
+        # What this node sees by itself.
+        own = _describe_node(request) if answers_for_node else {}
         shared = shared_folder(plan)
         if ranks.rank == 0 and shared:
             own["file"] = stack.enter_context(file_to_see(shared[1]))
         answers = ranks.exchange("answers", own)
         # What it sees compared with the first node: the plan, a file.
-        seen: dict[str, Any] = {}
-        if ranks.local_rank == 0:
-            seen["changes"] = describe_changes(plan_changes(json.loads(answers[0]["plan"]), plan))
-            seen["shares_output"] = sees(answers[0].get("file", ""))
-        compared = [{**answer, **more} for answer, more in zip(answers, ranks.exchange("seen", seen), strict=True)]
+        seen = {}
+        if answers_for_node:
+            changes = describe_changes(plan_changes(json.loads(answers[0]["plan"]), plan))
+            seen = {"changes": changes, "shares_output": sees(answers[0].get("file", ""))}
+        both = zip(answers, ranks.exchange("seen", seen), strict=True)
+        nodes = [
+            Node(plan=answer.pop("digest"), **{name: answer[name] for name in OWN_FIELDS}, **more)
+            for answer, more in both
+            if answer
+        ]
     findings = Findings()
     for note in request.notes:
         findings.add_note(note)
-    words = compare_nodes(nodes_of(compared), shared[0] if shared else "", findings)
+    words = compare_nodes(nodes, shared[0] if shared else "", findings)
     # How fast the links are, if nothing was found that keeps the ranks from forming the process group of the plan.
-    measured: list[dict[str, Any]] = []
     if findings.problems:
         findings.add_note("the links were not measured, because of the problems")
     else:
         # A rank that has an error at once waits for those that are still connecting: its error must be seen.
         measured = ranks.exchange("links", measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
-        add_link_problems(measured, findings)
-    nodes = nodes_of(compared, measured)
+        _add_link_problems(measured, findings)
+        size = plan.topology.nproc_per_node
+        nodes = [_with_links(node, measured[n * size : (n + 1) * size]) for n, node in enumerate(nodes)]
     show_nodes(nodes, words, hardware_here(plan), findings)
     ranks.leave()
     if not findings.problems:
@@ -162,68 +153,36 @@ def check_ranks(request: Request) -> Outcome:
     return findings.outcome()
 
 
-def nodes_of(answers: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()) -> list[Node]:
-    """Return the nodes from what their ranks exchanged; the first local rank of a node answers for it."""
-    firsts = [rank for rank, answer in enumerate(answers) if answer["first"]]
-    names = {each.name for each in dataclasses.fields(Node)}
-    nodes = []
-    for first, end in zip(firsts, [*firsts[1:], len(answers)], strict=True):
-        own = {name: value for name, value in answers[first].items() if name in names}
-        own |= {"plan": answers[first]["digest"], "ranks": end - first}
-        own["gpus"] = [name for answer in answers[first:end] for name in answer["gpus"]]
-        own["gpu_faults"] = [fault for answer in answers[first:end] for fault in answer["gpu_faults"]]
-        for key in ("inside_bw", "between_bw"):
-            own[key] = min((each[key] for each in links[first:end] if each.get(key)), default=None)
-        nodes.append(Node(**own))
-    return nodes
+OWN_FIELDS = ("host", "ranks", "data", "gpus", "problems")  # of a Node, which it finds out alone
 
 
-def describe_node(request: Request) -> dict[str, Any]:
-    """Return what this process finds out about its node alone: fields of Node, the plan and its digest."""
-    plan = request.plan
+def _describe_node(request: Request) -> dict[str, Any]:
+    """Return what this process finds out about its node alone: OWN_FIELDS, the plan and its digest."""
+    plan, data = request.plan, None
     errors: list[FsdptrainError] = [RecipeError(problem) for problem in request.problems]
     errors += [RecipeError(str(problem)) for problem in model_name_problems(plan.recipe)]
-    data, gloo = None, gloo_end()
     go_offline_if_unreachable(plan, lambda *_: None)
-
-    @contextlib.contextmanager
-    def collected() -> Iterator[None]:
-        try:
-            yield
-        except (FsdptrainError, OSError) as error:
-            errors.append(as_fsdptrain_error(error))
-
-    with collected():
+    try:
         errors += node_problems(plan, describe_machine(plan))
-    with collected():
         pinned = pin_commits(plan, plan.rundir, keep=False)
         paths = [path for path in (*pinned.data_paths, pinned.eval_path) if path]
         data = " ".join(quick_fingerprint(path, DATA_BYTES // len(paths)) for path in paths)
-    if plan.topology.device == "cuda":
-        errors += [WorkerLost(text) for text in damaged_gpus(os.environ)]
+    except (FsdptrainError, OSError) as error:
+        errors.append(as_fsdptrain_error(error))
+    count = torch.cuda.device_count() if plan.topology.device == "cuda" else 0
     return {
-        "host": socket.gethostname(), "plan": plan.shared().to_json(), "digest": plan.digest(),
-        "data": data, "gloo": gloo and [*gloo], "problems": [*map(to_record, errors)],
+        "host": socket.gethostname(), "ranks": plan.topology.nproc_per_node, "plan": plan.shared().to_json(),
+        "digest": plan.digest(), "data": data, "problems": [*map(to_record, errors)],
+        "gpus": [torch.cuda.get_device_properties(n).name.removeprefix("NVIDIA ") for n in range(count)],
     }  # fmt: skip
 
 
-def rank_gpu(plan: Plan, local_rank: int) -> dict[str, list[str]]:
-    """Return the name of this rank's GPU and why it cannot be used; nothing for a plan on the CPU."""
-    if plan.topology.device == "cpu":
-        return {"gpus": [], "gpu_faults": []}
-    name, faults = "unknown", []
-    try:
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-        name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
-        free, total = torch.cuda.mem_get_info(device)
-        if total - free > MAX_USED:
-            used = size(total - free)
-            faults.append(
-                f"GPU {local_rank}: {used} of its memory are in use: nvidia-smi shows by which process; end it"
-            )
-    except Exception as error:  # a GPU that is lost, or not there, raises many classes
-        faults.append(f"GPU {local_rank}: cannot be used: {first_line(error)}")
-    return {"gpus": [name], "gpu_faults": faults}
+def _with_links(node: Node, links: Sequence[dict[str, Any]]) -> Node:
+    """Return a node with the bandwidths of its slowest rank."""
+    slowest: dict[str, Any] = {
+        key: min((each[key] for each in links if each.get(key)), default=None) for key in ("inside_bw", "between_bw")
+    }
+    return dataclasses.replace(node, **slowest)
 
 
 def node_names(nodes: Sequence[Node]) -> list[str]:
@@ -250,15 +209,16 @@ def compare_nodes(nodes: Sequence[Node], folder_key: str, findings: Findings) ->
     for n, node in enumerate(nodes):
         for record in node.problems:
             where.setdefault((record["type"], record["message"]), []).append(n)
-        for fault in node.gpu_faults:
-            add([n], GPUS.word, WorkerLost(f"{names[n]}, {fault}"))
     for (kind, message), found in where.items():
-        on = ""
-        if len(found) < len(nodes):
-            on = f"on {listed(names[n] for n in found)}: "
+        on = f"on {listed(names[n] for n in found)}: " if len(found) < len(nodes) else ""
         add(found, "machine", from_record({"type": kind, "message": f"{on}{message}"}))
     # What must be the same on all nodes, as `train.setup` compares it.
-    for agreed, what, values in shared_values(nodes):
+    digests = [node.data and " ".join(each[:12] for each in node.data.split()) for node in nodes]
+    for agreed, what, values in (
+        (PLAN, "the plan", ["; ".join([node.plan[:6], *node.changes]) for node in nodes]),
+        (DATA, "the digest of the data", digests),
+        (GPUS, "the hardware", [_gpus_text(node) for node in nodes]),
+    ):
         counts = Counter(value for value in values if value is not None)
         if len(counts) > 1:
             usual, count = counts.most_common(1)[0]
@@ -270,23 +230,10 @@ def compare_nodes(nodes: Sequence[Node], folder_key: str, findings: Findings) ->
         which = listed(names[n] for n in apart)
         message = f"{folder_key}: {which} cannot see what {names[0]} writes there: {FOLDER.way_out}"
         add(apart, FOLDER.word, FOLDER.error(message))
-    # Processes of one machine reach each other through loopback, those of several do not.
-    for n, node in enumerate(nodes):
-        if len({each.host for each in nodes}) > 1 and (node.gloo is None or is_loopback(node.gloo[1])):
-            listens = f"on {node.gloo[0]} ({node.gloo[1]})" if node.gloo else "on no interface that exists"
-            add([n], "gloo", RecipeError(f"gloo of {names[n]} listens {listens}: {WAY_TO_NETWORK}"))
     return words
 
 
-def shared_values(nodes: Sequence[Node]) -> Iterator[tuple[Agreed, str, list[str | None]]]:
-    """Yield what must be equal on all nodes: its rule, its name in a message, its value on each node."""
-    yield PLAN, "the plan", ["; ".join([node.plan[:6], *node.changes]) for node in nodes]
-    digests = [node.data and " ".join(each[:12] for each in node.data.split()) for node in nodes]
-    yield DATA, "the digest of the data", digests
-    yield GPUS, "the hardware", [gpus_text(node) for node in nodes]
-
-
-def gpus_text(node: Node) -> str:
+def _gpus_text(node: Node) -> str:
     """Return the GPUs of a node: `8 × H100 80GB HBM3`."""
     return " + ".join(f"{count} × {name}" for name, count in Counter(node.gpus).items()) or "no GPU"
 
@@ -298,35 +245,32 @@ def show_nodes(
     names = node_names(nodes)
     rows = [
         [
-            name, ", ".join(dict.fromkeys(faults)) or "ok", node.plan[:6], (node.data or "none")[:6], gpus_text(node),
-            " ".join(node.gloo or ["none"]), bandwidth_text(node.inside_bw), bandwidth_text(node.between_bw),
+            name, ", ".join(dict.fromkeys(faults)) or "ok", node.plan[:6], (node.data or "none")[:6], _gpus_text(node),
+            _bandwidth_text(node.inside_bw), _bandwidth_text(node.between_bw),
         ]
         for name, faults, node in zip(names, words, nodes, strict=True)
     ]  # fmt: skip
-    shown = [column for column in range(len(HEADER)) if any(row[column] for row in rows)]
-    header, rows = [HEADER[column] for column in shown], [[row[column] for column in shown] for row in rows]
-    findings.add_item(HEADING, "table", header=header, rows=rows)
+    findings.add_item(HEADING, "table", header=HEADER, rows=rows)
     findings.levels["nodes"] = {name: dataclasses.asdict(node) for name, node in zip(names, nodes, strict=True)}
     if hardware is not None:
-        inside, between = bandwidth_text(hardware.intra_bw), bandwidth_text(hardware.inter_bw)
+        inside, between = _bandwidth_text(hardware.intra_bw), _bandwidth_text(hardware.inter_bw)
         assumed = f"the forecast assumes {inside} inside and {between} between nodes"
         findings.add_lines(HEADING, f"bandwidth of a rank in an all-reduce; {assumed}")
 
 
-def bandwidth_text(bandwidth: float | None) -> str:
-    """Return a bandwidth as `12.3 GB/s`; empty for None."""
+def _bandwidth_text(bandwidth: float | None) -> str:
     if bandwidth is None:
         return ""
     return f"{bandwidth / 1e9:.{1 if bandwidth > 1e9 else 2}f} GB/s"
 
 
 def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
-    """Return what `measure` found, or the `error` that it raised; after CONNECT_S it is left alone."""
+    """Return the bandwidths of this rank, or the `error` of the measurement; after CONNECT_S it is left alone."""
     found: dict[str, Any] = {}
 
     def run() -> None:
         try:
-            found.update(measure(plan, tcp_store))
+            found.update(_measure(plan, tcp_store))
         except Exception as error:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
@@ -337,11 +281,8 @@ def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
     return dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
 
 
-def measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
-    """Form the process group of the plan, and return the bandwidths of this rank. Collective.
-
-    Raises RecipeError as `check_hosts_of_copies` does.
-    """
+def _measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
+    """Form the process group of the plan, and measure it. Collective. Raises as `check_hosts_of_copies` does."""
     world = World.start(plan, StopRequest(), tcp_store)
     check_hosts_of_copies(plan, world)
     shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
@@ -371,7 +312,7 @@ def all_reduce_bandwidth(group: dist.ProcessGroup, device: torch.device) -> floa
     return 2 * (ranks - 1) / ranks * len(buffer) / min(times)
 
 
-def add_link_problems(links: Sequence[dict[str, Any]], findings: Findings) -> None:
+def _add_link_problems(links: Sequence[dict[str, Any]], findings: Findings) -> None:
     """Add why the ranks could not form a process group."""
     errors = {rank: from_record(each["error"]) for rank, each in enumerate(links) if "error" in each}
     refused = [error for error in errors.values() if isinstance(error, RecipeError)]
@@ -381,7 +322,8 @@ def add_link_problems(links: Sequence[dict[str, Any]], findings: Findings) -> No
         rank, error = min(errors.items(), key=lambda item: ("no answer" in str(item[1]), item[0]))
         findings.add_problem(WorkerLost(
             f"the ranks cannot exchange data (rank {rank}: {first_line(error)}): check the firewall, and that gloo and "
-            "NCCL use the same network on all nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
+            "NCCL use the network between the nodes (ip -br address); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose "
+            "the interface"
         ))  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from typing import Any
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
 from fsdptrain.launch.launcher import Attempt
+from fsdptrain.plan.gpus import untested_versions
 from fsdptrain.plan.hardware import Hardware, parse_hardware
 from fsdptrain.plan.network import address_of, is_loopback
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
-from fsdptrain.plan.versions import untested_versions
 from fsdptrain.processes import Child, StopRequest
 from fsdptrain.report.run_banner import nodes_allowed
 from fsdptrain.run_folder.files import full_tmpdir_errors
@@ -123,7 +123,14 @@ def check_here(request: Request, screen: Screen) -> Outcome:
     topology = request.plan.topology
     check_endpoint(topology)
     if topology.endpoint:
-        _check_name(host_of(topology.endpoint))
+        # A name of another machine that leads to this one would let them wait for each other.
+        host, own = host_of(topology.endpoint), {"localhost", socket.gethostname().partition(".")[0]}
+        address = address_of(host)
+        if address and is_loopback(address) and host != address and host.partition(".")[0] not in own:
+            raise RecipeError(
+                f"launch.rdzv_endpoint: {host} resolves to {address} on {socket.gethostname()}, which is this machine "
+                f"itself: give {host} its own address in /etc/hosts, or use the address instead of the name"
+            )
     if topology.nnodes == 1 and request.problems:  # no other node waits for this one
         raise RecipeError([Problem(problem) for problem in request.problems])
     with _scratch_folder() as scratch:
@@ -169,16 +176,6 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
         if stop.count:
             raise Stopped(f"stopped by {stop.by}; nothing was changed")
     return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
-
-
-def _check_name(host: str) -> None:
-    """Raise RecipeError if the name of another machine leads to this one, so that they would wait for each other."""
-    address, own = address_of(host), {"localhost", socket.gethostname().partition(".")[0]}
-    if address and is_loopback(address) and host != address and host.partition(".")[0] not in own:
-        raise RecipeError(
-            f"launch.rdzv_endpoint: {host} resolves to {address} on {socket.gethostname()}, which is this machine "
-            f"itself: give {host} its own address in /etc/hosts, or use the address instead of the name"
-        )
 
 
 def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:

@@ -318,22 +318,6 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("part", ["logs", "logs/rank-0.log", "metrics.jsonl", "checkpoints", ".fsdptrain"])
-def test_a_run_of_another_user_is_refused_before_it_trains(part: str, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__steps=6)
-    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
-    fill(rundir.root, "logs/rank-0.log")
-    for path in (tmp_path, *tmp_path.rglob("*")):
-        os.chown(path, NOBODY, NOBODY)
-    os.chown(rundir.root / part, 0, 0)
-    message = as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path)
-    assert f"output_dir: {rundir.root / part} cannot be written by this user" in message, message
-    assert len(list(rundir.plans.glob("*.json"))) == 1
-    os.chown(rundir.root / part, NOBODY, NOBODY)
-    assert as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path) == ""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_folder_above_an_export_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, 0)
     tmp_path.chmod(0o755)
@@ -387,13 +371,17 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
 ) -> None:
     recipe, root = write_recipe(tmp_path, launch__timeout_s=2), tmp_path / "run"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RecipeError, match=rf"waited 2 s .* but on {gethostname()} there is none: if ls {root} shows"):
+    with pytest.raises(
+        RecipeError, match=rf"waited 2 s .* but on {gethostname()}: there is none; .* if ls {root} shows"
+    ):
         claim(recipe, RANK="1", **JOINED).__enter__()
     assert not root.exists()
     RunDir(root).logs.mkdir(parents=True)
     write_mark(root)
     RunDir(root).plan.write_text(plan_of(recipe, "seed=1", "launch.timeout_s=2").to_json())  # of an earlier run here
-    with pytest.raises(RecipeError, match=r"matches this recipe \(seed: 1 → 42\); .* the same command"):
+    with pytest.raises(
+        RecipeError, match=r"matches this recipe, .*: seed: 1 → 42; start all nodes with the same command"
+    ):
         claim(recipe, RANK="1", **JOINED).__enter__()
     shutil.rmtree(root)
     entered = threading.Event()
@@ -411,7 +399,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
         thread.join()
         before = contents(root)
         monkeypatch.setenv("RANK", "1")
-        with pytest.raises(RecipeError, match=r"matches this recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
+        with pytest.raises(RecipeError, match=r"matches this recipe, .*optim\.lr: 0\.0003 → 0\.1"):
             claim(recipe, "optim.lr=0.1", RANK="1", **JOINED).__enter__()
         assert contents(root) == before
 
@@ -432,7 +420,7 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
         before = contents(root)
         with node("b"), pytest.raises(RecipeError, match="on this machine"):
             node("b").__enter__()
-        with pytest.raises(RecipeError, match=r"matches this recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
+        with pytest.raises(RecipeError, match=r"matches this recipe, .*: optim\.lr: 0\.0003 → 0\.1"):
             node("b", "optim.lr=0.1").__enter__()
         with pytest.raises(RecipeError, match="another run is using"):
             node("c", "launch.nnodes=1", "launch.rdzv_endpoint=null").__enter__()

@@ -254,11 +254,28 @@ def resumes(job: Job, whole: Path) -> list[str]:
     return ([] if again.codes == [0, 0] else again.texts) + differences(job.run, whole)
 
 
-def test_a_cut_link_ends_both_hosts(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
-    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[1].connect("down")).wait()
-    hosts[1].connect()
-    found = problems(job, host_table, "link cut", [5, 5], *[r"suspect a GPU or the network of host-0, host-1"] * 2)
-    assert not found + resumes(job, whole)
+def turn_off(host: Host) -> None:
+    host.connect("down")
+    host.signal("SIGKILL")
+
+
+# What happens to a host → the host, what does it, and for each host its exit code and what it says.
+ENDS: dict[str, tuple[int, Callable[[Host], object], list[int], list[str]]] = {
+    "link cut": (1, lambda host: host.connect("down"), [5, 5], ["suspect a GPU or the network of host-0, host-1"] * 2),
+    "host-0 killed": (0, lambda host: host.signal("SIGKILL"), [-9, 5], ["", "lost the connection to 10.78.0.1"]),
+    "host-1 killed": (1, lambda host: host.signal("SIGKILL"), [5, -9], ["lost the connection to 10.78.0.2", ""]),
+    "host-1 without power": (1, turn_off, [5, -9], ["ranks 2 and 3 on host-1 do not respond", ""]),
+}
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_lost_host_ends_the_other(
+    fault: str, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+) -> None:
+    number, happen, codes, words = ENDS[fault]
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: happen(hosts[number])).wait()
+    hosts[number].connect()
+    assert not problems(job, host_table, fault, codes, *words) + resumes(job, whole)
 
 
 def test_a_link_that_flaps_is_survived(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
@@ -293,28 +310,6 @@ def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path, host_table: Tab
     assert not problems(job, host_table, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
     named = {(event["rank"], event["cause"]) for event in events(job.run, "straggler")}
     assert named <= {(2, "compute"), (3, "compute")}
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_host_ends_the_other(
-    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
-) -> None:
-    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[number].signal("SIGKILL")).wait()
-    codes, words = [5, 5], [f"lost the connection to {hosts[number].address}"] * 2
-    codes[number], words[number] = -9, ""
-    found = problems(job, host_table, f"host-{number} killed", codes, *words)
-    assert not found + resumes(job, whole)
-
-
-def test_a_host_without_power_ends_the_other(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
-    def turn_off() -> None:
-        hosts[1].connect("down")
-        hosts[1].signal("SIGKILL")
-
-    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, turn_off).wait()
-    hosts[1].connect()
-    found = problems(job, host_table, "host-1 without power", [5, -9], "ranks 2 and 3 on host-1 do not respond")
-    assert not found + resumes(job, whole)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -358,21 +353,23 @@ def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_p
     assert not found + resumes(job, whole)
 
 
-def test_folders_that_are_not_shared(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
-    job = Job(hosts, recipe_of_two(tmp_path, output_dir=str(hosts[0].local / "run"))).wait()
-    assert not problems(
-        job, host_table, "output_dir not shared", [2, 2], *["on host-1 is not the folder"] * 2, within=ANY_TIME
-    )
-
-
-def test_other_data_on_one_host_is_refused(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
-    recipe = recipe_of_two(tmp_path, data__path=str(hosts[0].local / "text.jsonl"))
+@pytest.mark.parametrize(
+    ("fault", "key", "codes", "words"),
+    [
+        ("output_dir not shared", "output_dir", [2, 2], "on host-1 is not the folder"),
+        ("other data on host-1", "data__path", [4, 4], "ranks 2 and 3 on host-1 read other data than rank 0 on host-0"),
+    ],
+)
+def test_what_differs_between_the_hosts_is_refused(
+    fault: str, key: str, codes: list[int], words: str, hosts: list[Host], tmp_path: Path, host_table: Table
+) -> None:
+    place = hosts[0].local / ("run" if key == "output_dir" else "text.jsonl")  # another one on each host
+    recipe = recipe_of_two(tmp_path, **{key: str(place)})
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
     for number, host in enumerate(hosts):
         (host.own / "text.jsonl").write_text("".join(rows[number:]))  # one row is missing on host-1
     job = Job(hosts, recipe).wait()
-    words = ["ranks 2 and 3 on host-1 read other data than rank 0 on host-0"] * 2
-    assert not problems(job, host_table, "other data on host-1", [4, 4], *words, within=ANY_TIME)
+    assert not problems(job, host_table, fault, codes, *[words] * 2, within=ANY_TIME)
 
 
 # --- a range of nodes ------------------------------------------------------------------------------------------------
@@ -446,12 +443,8 @@ def test_a_killed_host_is_left_behind_and_joins_at_the_next_checkpoint(
     job.start_again(2)
     job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 killed and started again", [0, 0, 0], [3, 2, 3], undisturbed)
-    found += [] if events(job.run, "resume")[0]["step"] == 3 else ["the run did not go on from step 3"]
-    found += (
-        [] if "this one waits, and joins" in job.texts[2] else [f"host-2 does not say that it waits: {job.texts[2]}"]
-    )
-    found += [] if "another node joins" in job.texts[0] else [f"host-0 does not say that it joins: {job.texts[0]}"]
-    assert not found
+    assert not found and events(job.run, "resume")[0]["step"] == 3
+    assert "this one waits, and joins" in job.texts[2] and "another node joins" in job.texts[0]
 
 
 def test_a_host_that_comes_back_joins_at_a_restart(
@@ -467,31 +460,25 @@ def test_a_host_that_comes_back_joins_at_a_restart(
     os.kill(worker, signal.SIGKILL)
     job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
-    found += [] if "restart 2 of 5" in job.texts[1] else [f"host-1 has not restarted: {job.texts[1]}"]
-    assert not found
+    assert not found and "restart 2 of 5" in job.texts[1]
 
 
-def test_a_host_that_is_cut_off_joins_when_it_is_connected_again(
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
-) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY]).after(AT_STEP, lambda: three_hosts[1].connect("down"))
+@pytest.mark.parametrize(
+    ("fault", "number", "happen", "undo"),
+    [
+        ("cut off and connected", 1, lambda host: host.connect("down"), lambda job: job.hosts[1].connect()),
+        ("frozen", 2, lambda host: host.signal("SIGSTOP"), lambda job: job.thaw(2)),
+    ],
+)
+def test_a_host_that_is_silent_for_a_while_joins_again(
+    fault: str, number: int, happen: Callable[[Host], object], undo: Callable[[Job], object],
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table,
+) -> None:  # fmt: skip
+    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY]).after(AT_STEP, lambda: happen(three_hosts[number]))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
-    three_hosts[1].connect()
+    undo(job)
     job.wait(timeout=600)
-    found = elastic_problems(job, host_table, "1:3, host-1 cut off and connected", [0, 0, 0], [3, 2, 3], undisturbed)
-    assert not found
-
-
-def test_a_frozen_host_joins_when_it_continues(
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
-) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
-    job.after(AT_STEP, lambda: three_hosts[2].signal("SIGSTOP"))
-    job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
-    job.thaw(2)
-    job.wait(timeout=600)
-    found = elastic_problems(job, host_table, "1:3, host-2 frozen", [0, 0, 0], [3, 2, 3], undisturbed)
-    assert not found
+    assert not elastic_problems(job, host_table, f"1:3, host-{number} {fault}", [0, 0, 0], [3, 2, 3], undisturbed)
 
 
 def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(

@@ -33,9 +33,9 @@ from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
+from fsdptrain.plan.gpus import TESTED, untested_versions
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.plan.versions import TESTED, untested_versions
 
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
 SETTINGS = [path.removeprefix("optim.") for path in KEYS if "optim.name" in KEYS[path].needs]

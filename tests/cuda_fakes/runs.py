@@ -47,8 +47,9 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
-from fsdptrain.validation import dry_run, machine, node_check
+from fsdptrain.validation import dry_run, node_check
 from fsdptrain.validation.findings import Findings
+from fsdptrain.validation.model import attention_available
 from fsdptrain.validation.request import Request
 
 PAIRS = {"data__packing": "none", "data__format": "preference", "train__objective": "dpo"}
@@ -222,14 +223,14 @@ def validations(folder: Path) -> None:
     with mock.patch.object(torch.cuda, "get_device_properties", lambda *_: unknown):
         dry_run.check_step(request, None, None, findings, None)  # type: ignore[arg-type]
     print("validate, unknown", findings.notes, flush=True)
-    machine.attention_available("flash_attention_2")
+    attention_available("flash_attention_2")
     os.environ["MASTER_PORT"] = str(unused_port())
     with mock.patch.object(node_check, "measured_links", lambda *_: {}):
         print("validate --here", node_check.check_ranks(request).problems)
     assert setup.gpu_fault(plan.topology, 0, os.environ)
     list(Exported._dequantized(SimpleNamespace(plan=plan, _quantised_layers=dict), iter([{}])))  # type: ignore[arg-type]
     with pretend_world(plan_of(folder, 2, device="cuda"), CUDA), fake():
-        print("GPU", node_check.rank_gpu(plan, 0), matrix_rate(CUDA, torch.bfloat16) > 0)
+        print("GPU", matrix_rate(CUDA, torch.bfloat16) > 0)
         node_check.all_reduce_bandwidth(dist.group.WORLD, CUDA)  # type: ignore[arg-type]
 
 

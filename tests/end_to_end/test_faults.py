@@ -25,7 +25,7 @@ from hosts import missing as hosts_missing
 from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
 from support import environment, events, fsdptrain, wait_for_step
 
-from fsdptrain.failures.heartbeat import MAX_MISSED
+from fsdptrain.failures.watchdog import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.errors import DataError, Stopped
-from fsdptrain.failures import heartbeat
-from fsdptrain.failures.heartbeat import Heartbeat
+from fsdptrain.failures import watchdog
+from fsdptrain.failures.watchdog import Heartbeat
 
 NODES, WORKERS = 3, 2
 
@@ -20,11 +20,11 @@ NODES, WORKERS = 3, 2
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Heartbeat, list[str]]]:
     """Return the heartbeat of each node, with the messages of its `lost`. The TCPStore ends with the test."""
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(heartbeat, "MAX_MISSED", 25)
+    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(watchdog, "MAX_MISSED", 25)
     tcp_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(
-        heartbeat.dist, "rendezvous", lambda *_, **__: iter([(dist.PrefixStore("run", tcp_store), 0, 1)])
+        watchdog.dist, "rendezvous", lambda *_, **__: iter([(dist.PrefixStore("run", tcp_store), 0, 1)])
     )
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return [new_heartbeat(node * WORKERS, monkeypatch) for node in range(NODES)]

@@ -26,7 +26,6 @@ from fsdptrain.forecast.allocator import (
     round_up,
 )
 from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
-from fsdptrain.plan.gpus import default_settings
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GPU = "cuda"
@@ -207,8 +206,3 @@ def torchtitan(ranks: int, folder: Path) -> float:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         print(json.dumps({ranks: torchtitan(int(ranks), Path(scratch)) for ranks in sys.argv[1:]}))
-
-
-@pytest.mark.parametrize("env", [{}, {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}])
-def test_workers_use_expandable_segments_unless_the_user_has_set_the_allocator(env: dict[str, str]) -> None:
-    assert default_settings(env) == ({} if env else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

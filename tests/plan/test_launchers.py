@@ -21,6 +21,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.plan import launchers
 from fsdptrain.plan import topology as topologies
 from fsdptrain.plan.launchers import (
+    DEFAULT_PORT,
     FIRST_PORT,
     PORTS,
     STEPS,
@@ -72,10 +73,6 @@ def numbered(nodes: int, per_node: int, names: str, **same: str) -> list[dict[st
     return environments
 
 
-def named(variable: str, environments: list[dict[str, str]], values: list[str]) -> list[dict[str, str]]:
-    return [{**env, variable: value} for env, value in zip(environments, values, strict=True)]
-
-
 AZURE = "RANK WORLD_SIZE LOCAL_RANK - NODE_RANK"
 ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "6105"}
 SKYPILOT = numbered(
@@ -93,14 +90,11 @@ VERTEX = {
 DOCUMENTED: dict[str, tuple[int, int, str, list[dict[str, str]]]] = {
     "Azure ML": (2, 8, "a:6105", numbered(2, 8, AZURE, AZUREML_NODE_COUNT="2", **ADDRESS)),
     "Azure ML, one process a node": (2, 1, "a:6105", numbered(2, 1, AZURE, AZUREML_NODE_COUNT="2", **ADDRESS)),
-    "SkyPilot": (2, 1, f"10.0.0.1:{port_of_job(7)}", SKYPILOT),
+    "SkyPilot": (2, 1, f"10.0.0.1:{DEFAULT_PORT}", SKYPILOT),
     "RunPod": (2, 1, "10.65.0.2:29400", numbered(
         2, 1, "NODE_RANK NUM_NODES", PRIMARY_ADDR="10.65.0.2", MASTER_ADDR="10.65.0.2", PRIMARY_PORT="29400",
         MASTER_PORT="29400", NUM_TRAINERS="8", WORLD_SIZE="16",
     )),
-    "SageMaker": (2, 1, "algo-1:7777", named("SM_CURRENT_HOST", numbered(
-        2, 1, "SM_CURRENT_HOST_RANK SM_HOST_COUNT", SM_HOSTS='["algo-1", "algo-2"]', SM_MASTER_PORT="7777"
-    ), ["algo-1", "algo-2"])),
     "Vertex AI": (3, 1, "job-workerpool0-ab-0:2222", [
         {"CLUSTER_SPEC": json.dumps({**VERTEX, "task": {"type": pool, "index": index, "trial": ""}})}
         for pool, index in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1))
@@ -149,12 +143,13 @@ def check_one_run(found: list[Launched], nodes: int, per_node: int, host: str) -
     assert {each["MASTER_ADDR"] for each in variables} == {host}
 
 
-def test_a_sagemaker_container_without_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_of_sagemaker_are_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "SAGEMAKER_HOSTS", tmp_path / "resourceconfig.json")
     env = {"TRAINING_JOB_ARN": "arn:aws:sagemaker:us-east-1:1:training-job/one"}
     assert find_launcher(env) is None
     (tmp_path / "resourceconfig.json").write_text('{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"]}')
-    assert find_launcher(env) == Launched("SageMaker", 2, 1, endpoint=f"algo-1:{launchers.DEFAULT_PORT}")
+    for each in (env, {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_HOST_COUNT": "2"}):
+        assert find_launcher(each) == Launched("SageMaker", 2, 1, endpoint=f"algo-1:{DEFAULT_PORT}")
 
 
 @pytest.mark.parametrize(
@@ -165,9 +160,6 @@ def test_a_sagemaker_container_without_the_toolkit(tmp_path: Path, monkeypatch: 
         ({"RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE is 16, but no launcher was found"),
         ({"PMIX_RANK": "3"}, "PMIX_RANK is 3, but no launcher was found"),
         ({"PBS_NODENUM": "1"}, "PBS_NODENUM is 1, but no launcher was found"),
-        ({"FLUX_JOB_NNODES": "2", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_NNODES is 2, but no launcher was found"),
-        ({"JSM_NAMESPACE_SIZE": "6"}, "JSM_NAMESPACE_SIZE is 6, but no launcher was found"),
-        ({"PALS_RANKID": "1"}, "PALS_RANKID is 1, but no launcher was found"),
         ({"SM_HOST_COUNT": "2"}, "SM_HOST_COUNT is 2, but no launcher was found"),
         # A launcher of one node inside of one of several.
         (
@@ -365,7 +357,7 @@ def test_a_name_of_the_first_node_that_stays_unknown_is_refused(
         monkeypatch.setattr(topologies, name, -1.0)
     for each, says in {
         slurm: "gpu-a08:20037, where Slurm job 1 lets its nodes meet: gpu-a08 cannot be resolved on .*; set MASTER",
-        kubeflow: "Kubeflow lets its nodes meet: job-node-0-0.job cannot be resolved on .*; set PET_MASTER_ADDR",
+        kubeflow: "Kubeflow lets its nodes meet: job-node-0-0.job cannot be resolved on .*; set MASTER_ADDR",
         hosts: "launch.rdzv_endpoint: a:1: a cannot be resolved on .*; choose a host that every node can resolve",
     }.items():
         answers.append(None)

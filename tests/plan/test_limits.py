@@ -7,7 +7,9 @@ import dataclasses
 import resource
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +17,12 @@ from support import environment, fsdptrain, write_recipe
 
 from fsdptrain.cli import _claim
 from fsdptrain.config.reader import load
-from fsdptrain.launch.launcher import worker_settings
-from fsdptrain.plan.limits import (
-    Limits,
-    compiled_where_possible,
-    fatal_limits,
-    files_needed,
-    limits_here,
-    risky_limits,
-    uncompiled_note,
-)
+from fsdptrain.launch.launcher import ALLOCATOR, worker_settings
+from fsdptrain.plan import limits
+from fsdptrain.plan.limits import compile_fault, fatal_limits, files_needed, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan, make_plan, open_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.text import MIB
-
-ENOUGH = Limits(None, None, None, rdma=True, c_compiler=True, cpp_compiler=True, header=True)
 
 
 def plan_on(tmp_path: Path, nnodes: int, device: Any = "cuda", *overrides: str) -> Plan:
@@ -38,48 +31,86 @@ def plan_on(tmp_path: Path, nnodes: int, device: Any = "cuda", *overrides: str) 
     return make_plan(written, Topology(device, nnodes, 8, endpoint="a:1"))
 
 
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    programs: str = "gcc g++",
+    open_files: int = -1,
+    locked: int = -1,
+    header: bool = True,
+) -> None:
+    """Pretend that this machine has these programs, hard limits and header."""
+    hard = {resource.RLIMIT_NOFILE: open_files, resource.RLIMIT_MEMLOCK: locked}
+    monkeypatch.setattr("shutil.which", lambda name: name if name in programs.split() else None)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (0, hard[kind]))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    include = sysconfig.get_path("include") if header else "nowhere"
+    monkeypatch.setattr("sysconfig.get_path", lambda name: include)
+
+
 @pytest.mark.parametrize(
-    ("limits", "overrides", "says"),
+    ("machine", "compiles", "says"),
     [
-        ({"open_files": 600}, [], "may open 600 files, but each of 128 ranks needs 780: raise the hard limit"),
-        ({"c_compiler": False}, ["train.compile=true"], "there is no C compiler (gcc or clang, or CC): install gcc"),
-        ({"cpp_compiler": False}, ["train.compile=true"], ""),  # of the CPU
-        ({"header": False}, ["train.compile=true"], "there is no Python.h"),
-        ({"c_compiler": False}, ["train.compile=false"], ""),
-        ({}, ["train.compile=true"], ""),
+        ({"open_files": 600}, True, "may open 600 files, but each of 128 ranks needs 780: raise the hard limit"),
+        ({"programs": "g++"}, True, "there is no C compiler (gcc or clang, or CC): install gcc"),
+        ({"programs": "clang"}, True, ""),
+        ({"programs": "g++"}, False, ""),
+        ({"header": False}, True, "there is no Python.h"),
+        ({}, True, ""),
     ],
 )
 def test_limits_with_which_no_worker_can_train(
-    limits: dict[str, Any], overrides: list[str], says: str, tmp_path: Path
+    machine: dict[str, Any], compiles: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = list(fatal_limits(plan_on(tmp_path, 16, "cuda", *overrides), dataclasses.replace(ENOUGH, **limits)))
+    plan = plan_on(tmp_path, 16, "cuda", f"train.compile={compiles}")
+    pretend(monkeypatch, **machine)
+    found = list(fatal_limits(plan))
     assert len(found) == bool(says) and says in "".join(map(str, found))
 
 
 @pytest.mark.parametrize(
-    ("nnodes", "overrides", "limits", "compiles"),
+    ("env", "device", "programs", "fault"),
     [
-        (1, [], {"c_compiler": False}, False),
+        ({"CC": "icx"}, "cuda", "gcc", True), ({"CC": "icx"}, "cuda", "icx", False),
+        ({"CC": "ccache gcc"}, "cuda", "gcc ccache", True), ({"CXX": "ccache g++"}, "cpu", "ccache", False),
+        ({"CXX": "icpx"}, "cpu", "g++", True), ({}, "cpu", "gcc", True),
+    ],
+)  # fmt: skip
+def test_compilers_are_found_as_triton_and_inductor_would_start_them(
+    env: dict[str, str], device: str, programs: str, fault: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_on(tmp_path, 1, device, "train.compile=true")
+    pretend(monkeypatch, programs)
+    assert bool(compile_fault(plan, env)) == fault
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "overrides", "machine", "compiles"),
+    [
+        (1, [], {"programs": ""}, False),
         (1, [], {"header": False}, False),
         (1, [], {}, "auto"),
-        (1, ["train.compile=true"], {"c_compiler": False}, True),  # refused
-        (2, [], {"c_compiler": False}, "auto"),  # refused: another node may have a compiler
+        (1, ["train.compile=true"], {"programs": ""}, True),  # refused
+        (2, [], {"programs": ""}, "auto"),  # refused: another node may have a compiler
     ],
 )
 def test_without_a_compiler_auto_does_not_compile_on_a_node_of_its_own(
-    nnodes: int, overrides: list[str], limits: dict[str, Any], compiles: object, tmp_path: Path
+    nnodes: int,
+    overrides: list[str],
+    machine: dict[str, Any],
+    compiles: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan, here = plan_on(tmp_path, nnodes, "cuda", *overrides), dataclasses.replace(ENOUGH, **limits)
-    assert compiled_where_possible(plan, here).recipe.train.compile == compiles
-    assert bool(list(fatal_limits(plan, here))) == bool(limits and compiles)
-    note = uncompiled_note(plan, here)
+    plan = plan_on(tmp_path, nnodes, "cuda", *overrides)
+    pretend(monkeypatch, **machine)
+    assert bool(list(fatal_limits(plan))) == bool(machine and compiles)
+    note = uncompiled_note(plan)
     assert (note is not None and "install gcc, g++ and python3-dev; without them" in note) == (not compiles)
-    assert uncompiled_note(compiled_where_possible(plan, here), here) is None
 
 
 def test_what_is_run_is_planned_for_the_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptrain.plan.topology.find_topology", lambda *_, **__: Topology("cuda", 1, 1))
-    monkeypatch.setattr("fsdptrain.plan.limits.limits_here", lambda: dataclasses.replace(ENOUGH, c_compiler=False))
+    pretend(monkeypatch, programs="")
     with contextlib.ExitStack() as stack:
         plan, _ = _claim(stack, load(write_recipe(tmp_path)), fresh=False, trust_remote_code=False)
         assert plan.recipe.train.compile is False and not plan.compiles
@@ -91,42 +122,24 @@ def test_the_ranks_of_a_node_share_its_cores_when_they_compile(tmp_path: Path) -
     assert worker_settings(plan, {})[name] == "12"
     assert worker_settings(dataclasses.replace(plan, threads=96), {})[name] == "32"
     assert name not in worker_settings(plan, {name: "1"})  # the user's is kept
+    assert worker_settings(plan, {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert not worker_settings(plan, {own: "x"}).keys() & ALLOCATOR
 
 
-def test_limits_with_which_nccl_may_fail(tmp_path: Path) -> None:
-    tight = dataclasses.replace(ENOUGH, shm_bytes=64 * MIB, locked_bytes=8 * MIB)
-    shm, locked = risky_limits(plan_on(tmp_path, 2), tight)
+def test_limits_with_which_nccl_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, locked=8 * MIB)
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(limits, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_blocks=64, f_frsize=MIB))
+    shm, locked = risky_limits(plan_on(tmp_path, 2))
     assert shm.startswith("/dev/shm has 64.0 MiB, and NCCL may need 512.0 MiB: docker run --ipc=host")
     assert locked.startswith("a process may lock 8.0 MiB of memory, too little for NCCL over InfiniBand")
-    for plan in (plan_on(tmp_path, 2, "cpu"), plan_on(tmp_path, 2)):
-        assert not list(risky_limits(plan, ENOUGH))
-    assert len(list(risky_limits(plan_on(tmp_path, 1), tight))) == 1  # one node locks no memory for RDMA
-    assert not list(risky_limits(plan_on(tmp_path, 2, "cpu"), tight))
-
-
-def test_the_limits_of_this_machine_are_found() -> None:
-    found = limits_here({})
-    assert found.shm_bytes is None or found.shm_bytes > 0
-    assert found.open_files in (None, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-
-
-@pytest.mark.parametrize(
-    ("programs", "env", "c", "cpp"),
-    [
-        ("cc g++ clang++", {}, False, True),
-        ("gcc", {}, True, False),
-        ("clang", {}, True, False),
-        ("gcc", {"CC": "no-such-compiler"}, False, False),
-        ("gcc ccache", {"CC": "ccache gcc"}, False, False),  # Triton starts a program of this name
-        ("mine", {"CC": "mine", "CXX": "mine -O2"}, True, True),
-    ],
-)
-def test_the_compilers_are_those_that_triton_and_inductor_would_start(
-    programs: str, env: dict[str, str], c: bool, cpp: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: name if name in programs.split() else None)
-    found = limits_here(env)
-    assert (found.c_compiler, found.cpp_compiler) == (c, cpp)
+    assert len(list(risky_limits(plan_on(tmp_path, 1)))) == 1  # one node locks no memory for RDMA
+    assert not list(risky_limits(plan_on(tmp_path, 2, "cpu")))
+    pretend(monkeypatch)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_blocks=512, f_frsize=MIB))
+    assert not list(risky_limits(plan_on(tmp_path, 2)))
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_a_hard_limit_is_refused(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ from fsdptrain.model.units import units_of
 from fsdptrain.plan.plan import Plan, draft_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
-from fsdptrain.validation import machine
+from fsdptrain.validation import dry_run as levels
+from fsdptrain.validation import model
 from fsdptrain.validation.data import describe_lengths
 from fsdptrain.validation.dry_run import dry_run, times_beside_steps
-from fsdptrain.validation.findings import Findings, histogram_lines, show_outcome
+from fsdptrain.validation.findings import Findings, show_outcome, show_section
 from fsdptrain.validation.model import describe_model, parameters_by_unit
 from fsdptrain.validation.request import Request, make_request
 
@@ -77,8 +78,8 @@ EVERYTHING_WRONG = (
 @pytest.fixture
 def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this machine has no flash attention and a full disk."""
-    monkeypatch.setattr(machine, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(machine, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(model, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(model, "is_kernels_available", lambda: False)
     free_disk(monkeypatch, 1000)
 
 
@@ -222,7 +223,7 @@ def test_the_number_of_cards_replaces_what_the_file_says_and_not_the_command_lin
 
 def test_several_nodes_need_a_rendezvous(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path), "launch.nnodes=2")
-    problems = map(str, machine.machine_problems(plan, machine.describe_machine(plan)))
+    problems = map(str, levels.machine_problems(plan, levels.describe_machine(plan)))
     assert any("launch.nnodes: several nodes need a rendezvous" in problem for problem in problems)
 
 
@@ -234,8 +235,10 @@ def test_the_histogram_holds_every_row_once() -> None:
         assert [bin["rows"] for bin in found["bins"]] == counted and sum(counted) == len(lengths)
         longer = sum(bin["rows"] for bin in found["bins"] if bin["from"] > 300)
         assert longer == found["over_seq_len"] == (lengths > 300).sum()
-        assert any("cut" in line for line in histogram_lines(found["bins"], 300, "cut", 80)) == bool(longer)
-        assert all(len(line) <= 40 for line in histogram_lines(found["bins"], 300, "cut", 40))
+        page = Page(Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None))
+        show_section("Data", [{"kind": "lengths", "bins": found["bins"], "seq_len": 300, "beyond": "cut"}], page)
+        lines = page.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert any("cut" in line for line in lines) == bool(longer) and all(len(line) <= 40 for line in lines)
 
 
 def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
