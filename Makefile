@@ -9,7 +9,8 @@ TORCH = $(shell $(PYTHON) -m fsdptrain.plan.gpus)
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check smoke test mutants versions cuda-fakes servers soak cluster slurm bench profile gpu docs dist clean
+SOAKS = soak-1 soak-2 soak-3 soak-4 soak-5 soak-6
+.PHONY: $(SOAKS) install demo check smoke test mutants versions cuda-fakes servers soak cluster slurm bench profile gpu docs dist clean
 
 install: .venv/installed
 
@@ -92,12 +93,22 @@ $(VERSIONS)/servers/installed:
 	tar --extract --file $(@D)/source/*.tar.gz --directory $(@D)/llama.cpp --strip-components 3 --wildcards "*/vendor/llama.cpp/*"
 	touch $@
 
-# HISTORIES (100000) and HISTORIES_S (600) limit the random histories of a run, of each place, in number and seconds.
-soak: install slurm
-	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
-	$(MAKE) mutants
-	$(MAKE) versions
+# In parts, which can be run at other times and on other machines: make soak PART=2. Those that measure how soon a run ends
+# have the machine for themselves. HISTORIES (100000) and HISTORIES_S (300) limit the random histories of each place.
+NUMERICS = tests/config tests/data tests/model tests/parallel tests/train
+SOAK = $(BIN)/python -m pytest -m soak -rs
+soak: $(addprefix soak-,$(or $(PART),1 2 3 4 5 6))
+
+soak-1: install slurm  # faults in real runs, histories, documents
+	$(SOAK) -s tests $(addprefix --ignore=,$(NUMERICS) tests/forecast tests/cluster)
+soak-2: install  # comparisons with plain loops and libraries
+	OMP_NUM_THREADS=1 $(SOAK) -n 2 --dist loadfile $(NUMERICS)
+soak-3: install  # forecasts
+	OMP_NUM_THREADS=1 $(SOAK) -n 2 --dist loadfile tests/forecast
 	$(MAKE) cuda-fakes
+soak-4: cluster
+soak-5: mutants
+soak-6: versions
 
 # Mistakes of tests/mutants, planted one at a time in a copy of the tree: the default suite should notice 95% of them.
 # Only those with a part of a name: make mutants MUTANTS=dropout

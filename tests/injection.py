@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 from forks import Command
-from support import TESTS, environment, events, processes_using, python_path, write_recipe
+from support import TESTS, environment, events, processes_using, python_path, send_all, write_recipe
 
 from fsdptrain.checkpoint import manifest
 from fsdptrain.run_folder.rundir import RunDir
@@ -84,9 +83,7 @@ class Running:
         ended = time.time()
         while (left := processes_using(self.run)) and time.time() < ended + LEAVE_WITHIN_S:
             time.sleep(0.05)
-        for pid in left:  # so that they do not slow down the next test
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send_all(signal.SIGKILL, left)  # so that they do not slow down the next test
         moments = [mark.stat().st_mtime for mark in self.marks if mark.exists()]
         notice = ended - max(moments) if moments else float("nan")
         return Ended(self.process.returncode, output, notice, left)

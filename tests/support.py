@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from forks import Command
 
@@ -206,16 +208,17 @@ def sample(kind: str, **fields: Any) -> dict[str, Any]:
     return {name: values[kind.words] for name, kind in EVENTS[kind].fields.items()} | fields
 
 
-def processes_using(run: Path) -> list[int]:
-    """Return the processes whose command line contains this run folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(run) in path.read_bytes().decode(errors="replace") and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+def processes_using(run: Path, also: str = "") -> list[int]:
+    """Return the processes whose command line contains this run folder, and another text."""
+    lines = {each.pid: " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])}
+    return [pid for pid, line in lines.items() if str(run) in line and also in line and pid != os.getpid()]
+
+
+def send_all(number: signal.Signals, processes: Iterable[int]) -> None:
+    """Send a signal to processes, of which some may have ended."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:

@@ -6,7 +6,6 @@ After every fault the same command on the same hosts resumes, and the run is bit
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,7 +22,7 @@ import pytest
 from conftest import Table
 from hosts import Host, call, missing, switched_hosts
 from injection import SMALL, curve, differences, last_step, small_recipe
-from support import TESTS, environment, events, fsdptrain, python_path
+from support import TESTS, environment, events, fsdptrain, python_path, send_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -457,7 +456,7 @@ def test_a_host_that_comes_back_joins_at_a_restart(
     job.start_again(2)
     job.wait_until(lambda: "this one waits" in job.texts[2])
     worker = max(three_hosts[1].processes())  # started last
-    os.kill(worker, signal.SIGKILL)
+    send_all(signal.SIGKILL, [worker])
     job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
     assert not found and "restart 2 of 5" in job.texts[1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import re
 import shutil
 import signal
@@ -31,6 +29,7 @@ from support import (
     fsdptrain,
     processes_using,
     python,
+    send_all,
     wait_for_step,
     write_recipe,
 )
@@ -308,9 +307,7 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
     process = start(recipe, **slurm)
     wait_for_step(run, 2)
     for _ in range(2):
-        for pid in {process.pid, *processes_using(run)}:
-            with contextlib.suppress(ProcessLookupError):  # it has ended after the first signal
-                os.kill(pid, signal.SIGTERM)
+        send_all(signal.SIGTERM, {process.pid, *processes_using(run)})
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 75, output
     assert "2 × cpu (from Slurm job 6), FULL_SHARD" in output
@@ -323,9 +320,7 @@ def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
     process = start(recipe, by=subprocess.Popen)  # which has everything to import
     end = time.monotonic() + 60
-    while time.monotonic() < end and not any(
-        b"fsdptrain.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_using(run)
-    ):
+    while time.monotonic() < end and not processes_using(run, also="fsdptrain.launch.agent"):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # the agent starts, or imports torch
     output = process.communicate(timeout=90)[0]

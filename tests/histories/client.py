@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 from forks import Command, start_server
 from histories import store
 from histories.faults import CLOCK, FAULT
-from support import ROOT, TESTS, environment, python_path
+from support import ROOT, TESTS, environment, python_path, send_all
 
 LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
 STACKS = signal.SIGRTMAX  # lets a process write where it is
@@ -65,8 +64,7 @@ class Started:
 
     def thaw(self) -> None:
         """Let its frozen processes go on."""
-        for number in self.frozen():
-            os.kill(number, signal.SIGCONT)
+        send_all(signal.SIGCONT, self.frozen())
 
     def wait_for_fault(self) -> bool:
         """Wait until its fault happens or it ends; return whether it runs, with the fault."""
@@ -118,8 +116,7 @@ class Server:
     def stacks(self, process: int) -> str:
         """Return where a process and those that it has started are; they write it to their standard errors."""
         found = self.processes(process)
-        for number in found:
-            os.kill(number, STACKS)
+        send_all(STACKS, found)
         time.sleep(1.0)
         texts = {path.read_text(errors="replace")[-6000:] for number in found if (path := Path(f"/proc/{number}/fd/2"))}
         return "\n".join([*(f"{number}: {state_of(number)}" for number in found), *texts])
@@ -139,8 +136,7 @@ class Server:
 
     def close(self) -> None:
         """End the server, and with it all that it has started."""
-        for number in self.processes():
-            os.kill(number, signal.SIGKILL)
+        send_all(signal.SIGKILL, self.processes())
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)

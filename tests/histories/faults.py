@@ -8,6 +8,7 @@ these; what the hook raises, the caller gets from the system.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -91,4 +92,5 @@ class Hook:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             number, _, role = self.do.partition(" ")  # "SIGKILL agent"
-            os.kill(int(os.environ[f"HISTORY_{role}".upper()]), signal.Signals[number])
+            with contextlib.suppress(ProcessLookupError):  # an earlier fault has ended it
+                os.kill(int(os.environ[f"HISTORY_{role}".upper()]), signal.Signals[number])

@@ -20,6 +20,7 @@ from histories import invariants
 from histories.client import Ended, Server, Started
 from histories.store import URL
 from histories.world import recipe
+from support import send_all
 
 from fsdptrain.run_folder.files import unused_name
 
@@ -263,9 +264,7 @@ class History:
 
     def kill_all(self) -> None:
         """End what still runs."""
-        for number in self.server.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+        send_all(signal.SIGKILL, self.server.processes())
 
 
 CHANGED_IN_MODEL = ("config", "template", "tokenizer")

@@ -171,7 +171,7 @@ def test_random_histories(server: Server) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("place", MACHINES)
 def test_many_random_histories(server: Server, place: str) -> None:
-    end, played = time.monotonic() + float(os.environ.get("HISTORIES_S", 600)), 0
+    end, played = time.monotonic() + float(os.environ.get("HISTORIES_S", 300)), 0
     while time.monotonic() < end and played < int(os.environ.get("HISTORIES", 100_000)):
         play(server, place, BATCH, MANY)
         played += BATCH

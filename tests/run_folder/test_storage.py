@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Command
-from support import environment, events, fsdptrain, processes_using, write_recipe
+from support import environment, events, fsdptrain, processes_using, send_all, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
@@ -422,9 +421,7 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_
     with server.failing(stall_second_save):
         process = Command(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert uploading.wait(300)
-        for pid in (*processes_using(run.root), process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send_all(signal.SIGKILL, (*processes_using(run.root), process.pid))
         process.wait()
     assert run.checkpoint_steps() == [2] and checkpoint_problems(run.checkpoint(2)) == []
     for recipe in (remote, local):
