@@ -6,13 +6,10 @@ the gradient norm and the samples of every step, the last checkpoint, the export
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ import pytest
 from hosts import Host, switched_hosts
 from hosts import missing as hosts_missing
 from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
-from support import environment, events, fsdptrain, wait_for_step
+from support import events, fsdptrain, wait_for_step
 
 from fsdptrain.failures.watchdog import MAX_MISSED
 
@@ -483,31 +480,6 @@ def recipe_of_two(tmp: Path, **changes: Any) -> Path:
         tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="host-0:29400", launch__timeout_s=10,
         **changes,
     )  # fmt: skip
-
-
-def check_nodes(nodes: list[Host], recipe: Path, **extra: str) -> tuple[int, dict[str, Any]]:
-    """Run `validate --here` on every node; return the exit code and the facts, which are the same on all."""
-    words = [sys.executable, "-m", "fsdptrain", "validate", str(recipe), "--here", "--json"]
-    commands = [
-        subprocess.Popen([*node.prefix, *words], stdout=subprocess.PIPE, text=True, env=environment(**extra))
-        for node in nodes
-    ]
-    facts = [json.loads(command.communicate(timeout=180)[0]) for command in commands]
-    assert facts[0] == facts[1] and commands[0].returncode == commands[1].returncode
-    return commands[0].returncode, facts[0]
-
-
-@soak
-def test_the_nodes_are_checked_before_a_run(tmp_path: Path, two_nodes: list[Host]) -> None:
-    recipe = recipe_of_two(tmp_path)
-    code, facts = check_nodes(two_nodes, recipe)
-    assert (code, facts["problems"], facts["verdict"]) == (0, [], "2 nodes, 2 ranks: ready")
-    for node in two_nodes:
-        found = facts["nodes"][node.name]
-        assert found["gloo"] == ["eth0", node.address] and found["between_bw"] > 1e6
-    code, facts = check_nodes(two_nodes, recipe, GLOO_SOCKET_IFNAME="lo")
-    assert code == 2 and "gloo of host-1 listens on lo (127.0.0.1)" in facts["problems"][1]
-    assert not (tmp_path / "run").exists()
 
 
 @soak

@@ -48,13 +48,6 @@ def run_script(tmp: Path, *words: str, timeout: float) -> list[list[str]]:
     return rows[2:]
 
 
-def test_values_and_rates_run_on_a_cpu(tmp_path: Path) -> None:
-    rows = run_script(tmp_path, "--only", "versions", "attention", "gradients", timeout=170)
-    assert {row[2] for row in rows} == {"needs a GPU"}
-    names = " ".join(row[0] for row in rows)
-    assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
-
-
 def test_gpus_that_torch_does_not_see_end_the_script_before_a_check(tmp_path: Path) -> None:
     write_nvidia_smi(tmp_path, "case $1 in -L) echo 'GPU 0: NVIDIA H100';; *) echo 535.161.08;; esac")
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}") | {"CUDA_VISIBLE_DEVICES": "0"}
@@ -68,6 +61,8 @@ def test_gpus_that_torch_does_not_see_end_the_script_before_a_check(tmp_path: Pa
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
     rows = run_script(tmp_path, timeout=1800)
     assert {row[2] for row in rows} == {"needs a GPU"}
+    names = " ".join(row[0] for row in rows)
+    assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
     failed = [row[0] for row in rows if row[1] == "failed"]
     trainers = [row[0] for row in rows if "the Trainer" in row[0]]
     assert len(trainers) == 4 and failed == ([] if importlib.util.find_spec("accelerate") else trainers)
@@ -143,43 +138,40 @@ def test_a_cpu_confirms_nothing_about_a_gpu(script: Any, verdict: str, tmp_path:
     assert script.as_known(wrong, a_setting(script, tmp_path, device="cpu")).verdict == "WRONG"
 
 
+STEP = {"event": "step", "loss": 1.0, "grad_norm": 1.0, "samples": "a"}
+TWO = [STEP | {"step": 1}, STEP | {"step": 2}]
+HANG, WANTED = "fsdptrain: the run hung after step 4: rank 0 is in corpus.batch", {"where": "rank 0 is in corpus"}
+MEMORY = (
+    "fsdptrain: restarting\nfsdptrain: rank 0 failed before the first step: out of memory in the forward\n"
+    "forecast: 400 GiB of 79.1 GiB, the peak in the loss\n"
+    "with these overrides it would fit:\n  train.loss=chunked  (…)\n"
+)
+FORECAST = {"step_s": 1.0, "step_s_range": [0.9, 1.1]}
+
+
 def test_verdicts(script: Any) -> None:
     checks = script.checks
-    assert checks.synced("packed", {"step.py:7": 8}, 8).verdict == "ok"
-    assert checks.synced("packed", {"step.py:7": 8, "loss.py:3": 1}, 8).verdict == "WRONG"
-    assert checks.against("what", 0.03, 0.012, "eager").verdict == "ok"
-    assert checks.against("what", 0.5, 0.012, "eager").verdict == "WRONG"
-    assert checks.forecasted("what", 100e9, 101e9, 0.02).verdict == "ok"
-    assert checks.forecasted("what", 100e9, 103e9, 0.02).verdict == "WRONG"
-    forecast = {"step_s": 1.0, "step_s_range": [0.9, 1.1]}
-    assert [checks.timed("", forecast, step_s, True).verdict for step_s in (1.09, 1.11, 0.89)] == ["ok", *2 * ["WRONG"]]
-    curves = {
-        "first": [[2.0, 1.0], [1.0, 1.0]],
-        "same": [[2.0, 1.0], [1.0, 1.0]],
-        "short": [[2.0, 1.0]],
-        "off": [[2.1, 1]] * 2,
-    }
+    of_memory = functools.partial(checks.judged, "what", wanted=checks.OUT_OF_MEMORY, codes=(3, 5))
+    good = [
+        checks.synced("packed", {"step.py:7": 8}, 8), checks.against("what", 0.03, 0.012, "eager"),
+        checks.forecasted("what", 100e9, 101e9, 0.02), checks.timed("", FORECAST, 1.09, True),
+        checks.equal_events("what", TWO, [TWO[0], *TWO], ""), checks.judged("what", 5, HANG, WANTED),
+        of_memory(5, MEMORY),
+    ]  # fmt: skip
+    wrong = [
+        checks.synced("packed", {"step.py:7": 8, "loss.py:3": 1}, 8), checks.against("what", 0.5, 0.012, "eager"),
+        checks.forecasted("what", 100e9, 103e9, 0.02), checks.timed("", FORECAST, 1.11, True),
+        checks.timed("", FORECAST, 0.89, True), checks.equal_events("what", TWO, [TWO[0]], ""),
+        checks.equal_events("what", TWO, [TWO[0], TWO[1] | {"loss": 1.1}], ""),
+        checks.equal_events("what", [], [], ""), checks.judged("what", 1, HANG, WANTED),
+        checks.judged("what", 5, "fsdptrain: the run hung", WANTED),
+        of_memory(5, MEMORY.replace("would fit", "need less")), of_memory(1, "Traceback …: CUDA out of memory"),
+    ]  # fmt: skip
+    assert {row.verdict for row in good} == {"ok"} and {row.verdict for row in wrong} == {"WRONG"}
+    curve = [[2.0, 1.0], [1.0, 1.0]]
+    curves = {"first": curve, "same": curve, "short": curve[:1], "off": [[2.1, 1]] * 2}
     assert [row.verdict for row in checks.compared_curves(curves, 2)] == ["ok", "WRONG", "WRONG"]
-    step = {"event": "step", "loss": 1.0, "grad_norm": 1.0, "samples": "a"}
-    two = [step | {"step": 1}, step | {"step": 2}]
-    assert checks.equal_events("what", two, [two[0], *two], "").verdict == "ok"
-    assert checks.equal_events("what", two, [two[0]], "").verdict == "WRONG"
-    assert checks.equal_events("what", two, [two[0], two[1] | {"loss": 1.1}], "").verdict == "WRONG"
-    assert checks.equal_events("what", [], [], "").verdict == "WRONG"
-    hang, wanted = "fsdptrain: the run hung after step 4: rank 0 is in corpus.batch", {"where": "rank 0 is in corpus"}
-    assert checks.judged("what", 5, hang, wanted).verdict == "ok"
-    assert checks.judged("what", 1, hang, wanted).verdict == "WRONG"
-    assert checks.judged("what", 5, "fsdptrain: the run hung", wanted).verdict == "WRONG"
-    memory = (
-        "fsdptrain: restarting\nfsdptrain: rank 0 failed before the first step: out of memory in the forward\n"
-        "forecast: 400 GiB of 79.1 GiB, the peak in the loss\n"
-        "with these overrides it would fit:\n  train.loss=chunked  (…)\n"
-    )
-    assert checks.message_of(memory).startswith("fsdptrain: rank 0 failed before the first step: out of memory in the")
-    judge = functools.partial(checks.judged, "what", wanted=checks.OUT_OF_MEMORY, codes=(3, 5))
-    assert judge(5, memory).verdict == "ok"
-    assert judge(5, memory.replace("would fit", "need less")).verdict == "WRONG"
-    assert judge(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
+    assert checks.message_of(MEMORY).startswith("fsdptrain: rank 0 failed before the first step: out of memory in the")
 
 
 def test_the_measured_fields_of_a_card_can_be_put_into_its_row(

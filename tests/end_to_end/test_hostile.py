@@ -39,8 +39,7 @@ from fsdptrain.terminal.screen import Screen
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
+def quiet(stage: str, done: int, total: int) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +205,6 @@ def test_code_for_an_architecture_that_is_known_is_used_if_it_is_trusted(model: 
     assert not canary.exists()
 
 
-def test_an_own_tokenizer_class_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
-    with_code(model, canary)
-    rewrite(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
-    (model / "tokenizer.json").unlink()
-    refusal(tmp_path)
-    assert not canary.exists()
-
-
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_tokenizers_code_is_never_run(model: Path, tmp_path: Path, canary: Path, trust: bool) -> None:
     rewrite(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Evil"]})
@@ -263,25 +254,15 @@ def test_the_flag_accepts_a_commit_or_a_folder_and_is_in_the_plan(model: Path, t
 
 # --- chat templates --------------------------------------------------------------------------------------------------
 
-WALK = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 OUT = "{{ self.__init__.__globals__.__builtins__.__import__('os').mkdir('CANARY') }}"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        WALK, OUT, OUT.replace("self", "cycler"), OUT.replace("self", "lipsum"), OUT.replace("self", "raise_exception"),
-        "{{ ('%s' | attr('__class__')).__base__.__subclasses__() }}", "{{ messages.append(1) }}",
-        "{% for i in range(10**9) %}x{% endfor %}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
-        "{{ undefined.call() }}", "{% for", "{{ 1 / 0 }}", "{{ messages[0].content.__class__.__base__ ~ 1 }}{{ 1/0 }}",
-        "{{ '{0.__class__.__mro__[1].__subclasses__}'.format('') }}{{ raise_exception('end') }}",
-    ],
-)  # fmt: skip
-def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary: Path, template: str) -> None:
-    (model / "chat_template.jinja").write_text(template.replace("CANARY", str(canary)))
-    message = refusal(tmp_path)
-    assert "chat template" in message
-    assert not canary.exists()
+TEMPLATES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    OUT, OUT.replace("self", "cycler"), OUT.replace("self", "lipsum"), OUT.replace("self", "raise_exception"),
+    "{{ ('%s' | attr('__class__')).__base__.__subclasses__() }}", "{{ messages.append(1) }}",
+    "{% for i in range(10**9) %}x{% endfor %}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
+    "{{ undefined.call() }}", "{% for", "{{ 1 / 0 }}", "{{ messages[0].content.__class__.__base__ ~ 1 }}{{ 1/0 }}",
+    "{{ '{0.__class__.__mro__[1].__subclasses__}'.format('') }}{{ raise_exception('end') }}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -336,26 +317,17 @@ def test_links_inside_the_hubs_cache_and_linked_weights_are_accepted(model: Path
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"metadata": {}, "weight_map": {"a": "../outside.safetensors"}}', "outside its folder"),
-        ('{"metadata": {}, "weight_map": {"a": "/etc/passwd"}}', "outside its folder"),
-        ('{"metadata": {}, "weight_map": {"a": "sub/x.safetensors"}}', "outside its folder"),
-        ('{"metadata": {}, "weight_map": {"a": "missing.safetensors"}}', "missing.safetensors cannot be read"),
-        ('{"metadata": {}, "weight_map": {"a": ""}}', "cannot be read"),
-        ('{"metadata": {}, "weight_map": {"a": 5}}', INDEX),
-        ('{"metadata": {}, "weight_map": ["model.safetensors"]}', INDEX),
-        ('{"weight_map": {"a": "model.safetensors"}}', "metadata"),
-        ("{}", INDEX),
-        ("[]", INDEX),
-        ("", INDEX),
-        ("[" * 100_000, INDEX),
-    ],
-)
-def test_a_hostile_index_is_refused(model: Path, tmp_path: Path, text: str, message: str) -> None:
-    (model / INDEX).write_text(text)
-    assert message in refusal(tmp_path)
+INDEXES = [
+    ('{"metadata": {}, "weight_map": {"a": "../outside.safetensors"}}', "outside its folder"),
+    ('{"metadata": {}, "weight_map": {"a": "/etc/passwd"}}', "outside its folder"),
+    ('{"metadata": {}, "weight_map": {"a": "sub/x.safetensors"}}', "outside its folder"),
+    ('{"metadata": {}, "weight_map": {"a": "missing.safetensors"}}', "missing.safetensors cannot be read"),
+    ('{"metadata": {}, "weight_map": {"a": ""}}', "cannot be read"),
+    ('{"metadata": {}, "weight_map": {"a": 5}}', INDEX),
+    ('{"metadata": {}, "weight_map": ["model.safetensors"]}', INDEX),
+    ('{"weight_map": {"a": "model.safetensors"}}', "metadata"),
+    *((text, INDEX) for text in ("{}", "[]", "", "[" * 100_000)),
+]
 
 
 def tensors(header: str | bytes, length: int | None = None, data: bytes = b"") -> bytes:
@@ -368,25 +340,31 @@ def entry(start: int, end: int, shape: object = (1,), dtype: str = "F32") -> str
     return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": [start, end]})
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"", b"\0" * 7, b"\0" * 8, tensors("{}", length=2**63), tensors("{}", length=2**40),
-        tensors("{}", length=10**9),
-        tensors(f'{{"a": {entry(0, 4)}, "b": {entry(0, 4)}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(0, 2**62, [2**60])}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(4, 0)}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(0, 4, [2**63, 2])}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(0, 4, [-1])}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(0, 4, dtype="os.system")}}}', data=b"\0" * 4),
-        tensors(f'{{"a": {entry(0, 4)}}}', data=b""), tensors('{"a": ' * 50_000), tensors("[" * 50_000),
-        tensors(b"\xff" * 100), tensors("null"), pickle.dumps({"a": 1}),
-    ],
-    ids=range(18),
-)  # fmt: skip
-def test_a_hostile_header_is_refused(model: Path, tmp_path: Path, raw: bytes) -> None:
-    (model / "model.safetensors").write_bytes(raw)
-    assert "model.safetensors cannot be read as safetensors" in refusal(tmp_path)
+HEADERS = [
+    b"", b"\0" * 7, b"\0" * 8, tensors("{}", length=2**63), tensors("{}", length=2**40), tensors("{}", length=10**9),
+    tensors(f'{{"a": {entry(0, 4)}, "b": {entry(0, 4)}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(0, 2**62, [2**60])}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(4, 0)}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(0, 4, [2**63, 2])}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(0, 4, [-1])}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(0, 4, dtype="os.system")}}}', data=b"\0" * 4),
+    tensors(f'{{"a": {entry(0, 4)}}}', data=b""), tensors('{"a": ' * 50_000), tensors("[" * 50_000),
+    tensors(b"\xff" * 100), tensors("null"), pickle.dumps({"a": 1}),
+]  # fmt: skip
+FILES = [
+    *(("chat_template.jinja", template.encode(), "chat template") for template in TEMPLATES),
+    *((INDEX, text.encode(), message) for text, message in INDEXES),
+    *(("model.safetensors", raw, "model.safetensors cannot be read as safetensors") for raw in HEADERS),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILES, ids=range(len(FILES)))
+def test_a_hostile_file_is_refused(
+    model: Path, tmp_path: Path, canary: Path, name: str, content: bytes, message: str
+) -> None:
+    (model / name).write_bytes(content.replace(b"CANARY", str(canary).encode()))
+    assert message in refusal(tmp_path)
+    assert not canary.exists()
 
 
 @pytest.mark.parametrize(
@@ -435,6 +413,8 @@ def test_a_generation_config_that_cannot_be_used_is_replaced(model: Path, tmp_pa
 
 # --- positions -------------------------------------------------------------------------------------------------------
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
 
 @pytest.mark.parametrize(
     ("kind", "keys", "limit"),
@@ -447,26 +427,11 @@ def test_a_generation_config_that_cannot_be_used_is_replaced(model: Path, tmp_pa
         ("mpt", {"max_seq_len": 64}, None),  # alibi
         ("mamba", {}, None),
         ("falcon", {"alibi": True, "max_position_embeddings": 64}, None),
-        (
-            "qwen2",
-            {
-                "max_position_embeddings": 128,
-                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-            },
-            512,
-        ),
+        ("qwen2", {"max_position_embeddings": 128, "rope_parameters": YARN}, 512),
     ],
 )
 def test_the_position_limit_of_an_architecture(kind: str, keys: dict[str, Any], limit: int | None) -> None:
     assert position_limit(AutoConfig.for_model(kind, **keys)) == limit
-
-
-def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers(model: Path, tmp_path: Path) -> None:
-    assert refusal(tmp_path, data__seq_len=512) == (
-        "data.seq_len: 512 is beyond the model's 256 positions: use 256 or less"
-    )
-    rewrite(model / "config.json", max_position_embeddings=512)
-    prepare_run(tmp_path, data__seq_len=512)
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------
@@ -539,13 +504,9 @@ def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     rewrite(model / "config.json", auto_map=named)
     rewrite(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]})
     recipe = write_recipe(
-        tmp,
-        model={"id": str(model)},
-        train__steps=2,
-        train__loss="plain",
-        launch__nproc_per_node=1,
+        tmp, model={"id": str(model)}, train__steps=2, train__loss="plain", launch__nproc_per_node=1,
         log__trackers=["tensorboard"],
-    )
+    )  # fmt: skip
     secrets = dict.fromkeys(NAMES, WORD)
     with_flag = fsdptrain("run", recipe, "--trust-remote-code", **secrets)
     without = fsdptrain("run", recipe, "train.steps=3")

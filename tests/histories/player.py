@@ -18,8 +18,7 @@ from typing import Any
 
 from histories import invariants
 from histories.client import Ended, Server, Started
-from histories.store import URL
-from histories.world import recipe
+from histories.world import URL, recipe
 from support import send_all
 
 from fsdptrain.run_folder.files import unused_name

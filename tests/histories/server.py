@@ -17,14 +17,17 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import forks
 import torch
+import transformers
 import typer.main
-from histories import faults, store
+from histories import faults, world
 from histories.client import STACKS
 from torch.distributed import HashStore
 
@@ -33,7 +36,14 @@ import fsdptrain.failures.watchdog
 import fsdptrain.launch.agent
 import fsdptrain.launch.launcher
 import fsdptrain.parallel.world
-from fsdptrain.plan.plan import Plan
+from fsdptrain import cli
+from fsdptrain.config.reader import load
+from fsdptrain.launch.run_lock import claim_run_dir
+from fsdptrain.plan.network import unused_port
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import find_topology
+from fsdptrain.processes import StopRequest
+from fsdptrain.train.worker import train
 
 WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and file systems are slow
     fsdptrain.checkpoint.export: {"POLL_S": 0.002},
@@ -93,11 +103,6 @@ def adapt() -> None:
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured
 
 
-def set_subreaper() -> None:
-    """Adopt the processes whose parent is killed, so that all that a history leaves are children of this process."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def read_plans(history: Path) -> None:
     """Read the plans of all runs of a history: what is read here, no child reads again."""
     for plan in history.glob("runs/*/plan.json"):
@@ -105,17 +110,62 @@ def read_plans(history: Path) -> None:
             Plan.from_json(plan.read_text())
 
 
+def warm_up(folder: Path) -> None:
+    """Train a run in `folder`, look at it, and export each of its steps: forks have all that this needs imported.
+
+    All stays there: nothing has disturbed it.
+    """
+    world.make_inputs(folder)
+    written = load(folder / "recipe.yaml", ["checkpoint.keep=100"])
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    environment = dict(os.environ)
+    variables = fsdptrain.launch.agent.worker_environment(plan, 0, 0, str(folder / "error.json"))
+    os.environ.update(variables | {"MASTER_PORT": str(unused_port())})
+    transformers.utils.logging.disable_progress_bar()
+
+    def first_run() -> None:
+        with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
+            train(plan, stop, None)
+
+    if torch.version.cuda:  # with such a build, a process that has computed gradients may have threads: it cannot fork
+        child = multiprocessing.get_context("fork").Process(target=first_run)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    else:
+        first_run()
+    os.environ.clear()
+    os.environ.update(environment)
+    run, recipe = str(folder / "runs" / "run"), str(folder / "recipe.yaml")
+    for words in (["run", recipe], ["status", run], ["status", run, "--json"], ["verify", run]):
+        command(words)
+    for step in range(1, world.STEPS + 1):
+        command(["export", run, "--step", str(step), "--out", f"{folder}/exports/{step}", "--no-compare"])
+
+
+def command(words: list[str]) -> None:
+    """Call the command line in this process."""
+    streams, arguments = (sys.stdout, sys.stderr), sys.argv
+    sys.argv = ["fsdptrain", *words]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+    finally:
+        sys.stdout, sys.stderr = streams
+        sys.argv = arguments
+
+
 def main() -> None:
     """Serve the commands of histories below the folder of this server."""
     faulthandler.register(STACKS)
     listener, name = forks.begin()
     obey_rights()
-    set_subreaper()
+    # It adopts the processes whose parent is killed, so that all that a history leaves are its children.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     adapt()
     folder = Path(name)
-    store.register(folder / "history" / "store")
-    from histories.warm import warm_up
-
+    world.register_store(folder / "history" / "store")
     warm_up(folder / "warm")
     forks.Forked.started = staticmethod(faults.start)
     gc.collect()
