@@ -65,7 +65,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """Return the folder of prepared data and tokenizers."""
     return Path(_cache.name)
 
 
@@ -83,13 +82,10 @@ def forked_children() -> Iterator[None]:
 
 
 class Table:
-    """Rows that tests add, printed at the end of the session in columns."""
-
     def __init__(self, *header: str) -> None:
         self.header, self.rows = header, list[tuple[str, ...]]()
 
     def lines(self) -> list[str]:
-        """Return the table as lines of text."""
         rows = [self.header, *self.rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
         return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -103,13 +99,11 @@ _tables = {
 
 @pytest.fixture(scope="session")
 def link_table() -> Table:
-    """Return the table of bytes on the link between hosts."""
     return _tables["bytes between hosts"]
 
 
 @pytest.fixture(scope="session")
 def host_table() -> Table:
-    """Return the table of what happened to hosts."""
     return _tables["faults on two hosts"]
 
 

@@ -73,7 +73,6 @@ class Command(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
         if self.returncode is None and select.select([self._server], [], [], 0)[0]:
             self.returncode = int(self._answers.readline())
             self._answers.close()
@@ -225,7 +224,6 @@ def show_command_line(words: list[str]) -> None:
 
 
 def run(words: list[str]) -> None:
-    """Run `-m MODULE …` or `-c CODE …` in this process."""
     words = words[1:] if words[0] == "-u" else words  # of pytest-xdist, which flushes what it writes
     option, what, *_ = words
     sys.argv = words[:1] + words[2:]
@@ -286,7 +284,6 @@ def serve(
 
 
 def answer(connection: socket.socket, number: int, last: bool = False) -> None:
-    """Send a number to a test, which may have ended."""
     with contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % number)
     if last:
@@ -313,7 +310,6 @@ def begin() -> tuple[socket.socket, str]:
 
 
 def main() -> None:
-    """Serve until the process ends that has started this one."""
     listener, _ = begin()
     gc.collect()
     gc.freeze()  # the collector of a fork would touch, and so copy, every page

@@ -36,7 +36,6 @@ LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".kept")
 
 
 def small_recipe(tmp: Path, **changes: Any) -> Path:
-    """Write the recipe of the fault tests into `tmp`, which is created."""
     tmp.mkdir(parents=True, exist_ok=True)
     return write_recipe(tmp, **{**FAULTLESS, **changes})
 
@@ -61,8 +60,6 @@ class Ended:
 
 
 class Running:
-    """A running `fsdptrain run` with injected faults."""
-
     def __init__(self, recipe: Path, *faults: dict[str, Any], prefix: Sequence[str] = (), **extra: str) -> None:
         """Start the command; `prefix` is a command that runs it, `extra` is added to its environment."""
         self.run = Path(yaml.safe_load(recipe.read_text())["output_dir"])
@@ -90,7 +87,6 @@ class Running:
 
 
 def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extra: str) -> Ended:
-    """Run the recipe with these faults, and wait for its end."""
     return Running(recipe, *faults, **extra).wait(timeout)
 
 
@@ -101,7 +97,6 @@ def valid_steps(run: Path) -> list[int]:
 
 
 def last_step(run: Path) -> int:
-    """Return the last step that a run reported, or 0."""
     return int(next((event["step"] for event in reversed(events(run, "step"))), 0))
 
 

@@ -55,20 +55,17 @@ def planned(command: str) -> tuple[Plan, Hardware]:
 
 
 def forecast(command: str, forecaster: Forecaster) -> dict[str, Any]:
-    """Forecast a command; return the values that are stored."""
     found = forecaster.forecast(*planned(command))
     sent = {f"{each['kind']} over {each['ranks']}": each["wire"] for each in found.collectives}
     return {name: getattr(found, name) for name in KEPT} | {"sent": sent}
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """Return the stored forecasts, by their commands."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return found
 
 
 def main() -> None:
-    """Forecast all commands and write the file, with a line a command."""
     with Forecaster() as forecaster:
         found = [
             f"{json.dumps(command)}: {json.dumps(forecast(command, forecaster))}" for command in COMMANDS + SHALLOW

@@ -32,7 +32,6 @@ def descendants() -> dict[psutil.Process, str]:
 
 
 def wait_for(part: str, command: psutil.Popen) -> psutil.Process:
-    """Wait for a descendant with `part` in its command line."""
     while command.poll() is None:
         for process, words in sorted(descendants().items(), key=lambda item: item[0].pid):
             if part in words:
@@ -42,7 +41,6 @@ def wait_for(part: str, command: psutil.Popen) -> psutil.Process:
 
 
 def wait_for_step(run: Path, command: psutil.Popen) -> None:
-    """Wait until the run has reported a step."""
     metrics = run / "metrics.jsonl"
     while command.poll() is None:
         if metrics.exists() and '"event": "step"' in metrics.read_text():

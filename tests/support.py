@@ -49,7 +49,6 @@ STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, ov
 
 
 def strategies(world: int) -> dict[str, list[str]]:
-    """Return the overrides of every strategy that this world size allows."""
     return {s: [f"fsdp.strategy={s}", *words] for s, (ranks, words) in STRATEGIES.items() if world >= ranks}
 
 
@@ -77,7 +76,6 @@ def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
 
 
 def write_recipe(tmp: Path, **changes: Any) -> Path:
-    """Write that recipe, and the text it trains on, into `tmp`."""
     text = tmp / "text.jsonl"
     if not text.exists():
         paragraphs = SHAKESPEARE.read_text().split("\n\n")[:300]
@@ -105,7 +103,6 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def python_path(*folders: Path) -> str:
-    """Return the PYTHONPATH of this process with these folders in front."""
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
@@ -222,7 +219,6 @@ def send_all(number: signal.Signals, processes: Iterable[int]) -> None:
 
 
 def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
-    """Wait until a run has reported this step."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if (run / "metrics.jsonl").exists() and any(e["step"] >= step for e in events(run, "step")):

@@ -76,7 +76,6 @@ def test_the_verdict_in_the_readme_is_printed(tmp_path: Path) -> None:
 
 
 def blocks(path: Path, language: str) -> Iterator[str]:
-    """Yield the blocks of code of a document."""
     yield from re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -51,14 +51,12 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def body_of(path: Path) -> list[ast.stmt]:
-    """Return the statements of a file's top level."""
     root = nodes_of(path)[0]
     assert isinstance(root, ast.Module)
     return root.body
 
 
 def imported(path: Path, only_top: bool = False) -> set[str]:
-    """Return the modules of fsdptrain that a file imports."""
     found = set()
     for node in body_of(path) if only_top else nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdptrain"):

@@ -17,7 +17,6 @@ ZEROS = {"where": "fsdptrain.checkpoint.export_tensors:collected", "do": "zero",
 
 
 def recipe(tmp: Path, adapter: dict[str, Any], **changes: Any) -> Path:
-    """Write the recipe of two ranks that train an adapter on the model `base` beside `tmp`."""
     changes = {
         "model": {"id": str(tmp.parent / "base"), "tokenizer": {"train": 512}}, "model__config": {},
         "adapter": adapter, "export": {"adapter": "separate"}, "train__steps": STEPS, "optim__lr": 1e-2,

@@ -40,7 +40,6 @@ soak = pytest.mark.soak
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folder of an undisturbed run."""
     tmp = tmp_path_factory.mktemp("reference")
     assert not run_with(small_recipe(tmp)).problems(0, f"{STEPS} steps in")
     return tmp / "run"
@@ -48,7 +47,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_with_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folder of an undisturbed run that evaluates."""
     tmp = tmp_path_factory.mktemp("evaluated")
     assert not run_with(small_recipe(tmp, **EVALUATED)).problems(0)
     return tmp / "run"
@@ -76,8 +74,6 @@ def always(where: str, do: str, call: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Case:
-    """Faults in a run, and how it ends."""
-
     code: int
     faults: list[dict[str, Any]]
     words: list[str] = field(default_factory=list)  # patterns in the output
@@ -288,7 +284,6 @@ STOPPED: Any = {"do": "send", "how": {"name": "SIGSTOP"}}
 
 
 def hang_problems(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) -> list[str]:
-    """Run into a hang; return what is not as expected."""
     ended = run_with(small_recipe(tmp, launch__timeout_s=HANG_S, **changes), {**fault, "mark": str(tmp / "hung")})
     return ended.problems(5, *words, within=HANG_S + 10)
 
@@ -396,11 +391,9 @@ class SmallDisk:
     prefix: list[str]
 
     def fill(self, free: int) -> None:
-        """Fill the disk with one file until `free` bytes are free."""
         (self.outside / "ballast").write_bytes(bytes(shutil.disk_usage(self.outside).free - free))
 
     def recipe(self) -> Path:
-        """Write the recipe of this suite with its run folder on the small disk."""
         return small_recipe(self.inside.parent, output_dir=str(self.inside / "run"))
 
     def resume_problems(self, recipe: Path, reference: Path) -> list[str]:
@@ -411,7 +404,6 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """Mount a small disk; skip if this machine does not allow it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     flags = ["--mount"] if os.getuid() == 0 else ["--user", "--map-root-user", "--mount"]
@@ -475,7 +467,6 @@ def two_nodes(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def recipe_of_two(tmp: Path, **changes: Any) -> Path:
-    """Write the recipe of this suite for two nodes with one worker each."""
     return small_recipe(
         tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="host-0:29400", launch__timeout_s=10,
         **changes,
@@ -528,7 +519,6 @@ SENT += [(name, moment) for name in ("SIGINT", "SIGUSR1") for moment in ("forwar
 
 
 def stop(where: dict[str, Any], mark: Path, name: str = "SIGTERM", **more: Any) -> dict[str, Any]:
-    """Return a fault that sends the command a signal."""
     return {**where, "rank": 0, "do": "send", "how": {"name": name, "to": "command"}, "mark": str(mark), **more}
 
 

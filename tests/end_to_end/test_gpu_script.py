@@ -29,7 +29,6 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module of the script."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     return importlib.import_module("gpu")
 

@@ -44,7 +44,6 @@ def quiet(stage: str, done: int, total: int) -> None: ...
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Llama with its tokenizer, as an export does."""
     folder = tmp_path_factory.mktemp("sound") / "model"
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
     tokenizer = train_bpe(iter(["hello there"]), 300)
@@ -55,13 +54,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(sound: Path, tmp_path: Path) -> Path:
-    """Copy the valid model, so that a test may damage it."""
     return Path(shutil.copytree(sound, tmp_path / "model"))
 
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """Return the path of a file that appears if hostile code runs."""
     return tmp_path / "canary"
 
 
@@ -97,7 +94,6 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change keys of a JSON file."""
     path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
 
 
@@ -112,7 +108,6 @@ class Payload:
 
 
 def evil(canary: Path) -> str:
-    """Python that makes a file when it is imported."""
     return f"import pathlib; pathlib.Path({str(canary)!r}).touch()\nclass Evil: pass\n"
 
 
@@ -331,7 +326,6 @@ INDEXES = [
 
 
 def tensors(header: str | bytes, length: int | None = None, data: bytes = b"") -> bytes:
-    """Write a safetensors file with this header."""
     raw = header.encode() if isinstance(header, str) else header
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 

@@ -51,7 +51,6 @@ def talk(text: str) -> str:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change keys of a JSON file, whose order becomes another."""
     path.write_text(json.dumps(dict(sorted((json.loads(path.read_text()) | changes).items(), reverse=True))))
 
 

@@ -44,7 +44,6 @@ WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Run six steps over two ranks to the end, with evaluation, checkpoints and TensorBoard."""
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
         tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, checkpoint__keep=2,

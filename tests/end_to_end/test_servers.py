@@ -43,7 +43,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def expected(folder: Path, adapter: Path | None = None) -> list[list[int]]:
-    """Return the tokens that transformers adds."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # in which both servers compute
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if adapter:
@@ -57,7 +56,6 @@ def expected(folder: Path, adapter: Path | None = None) -> list[list[int]]:
 
 
 def served(server: str, folder: Path, adapter: Path | None = None) -> list[list[int]]:
-    """Return the tokens that a server adds."""
     request: dict[str, Any] = {
         "folder": str(folder), "adapter": adapter and str(adapter), "prompts": PROMPTS, "tokens": TOKENS,
         "source": str(SERVERS / "llama.cpp"),

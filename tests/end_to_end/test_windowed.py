@@ -26,7 +26,6 @@ ENCODES = "fsdptrain.data.token_store:PartEncoder._write"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with files and a tokenizer."""
     tmp = tmp_path_factory.mktemp("corpus")
     text = SHAKESPEARE.read_text()
     train_bpe(iter([text[:20000]]), 300).save_pretrained(tmp / "bpe")
@@ -54,7 +53,6 @@ def run(recipe: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run on two ranks that nothing has disturbed."""
     tmp = tmp_path_factory.mktemp("whole")
     run(recipe_of(corpus, tmp))
     return tmp

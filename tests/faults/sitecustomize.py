@@ -6,6 +6,7 @@ $FSDPTRAIN_FAULTS holds a JSON list of `Fault`s; without it this file does nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -41,7 +42,6 @@ class Fault:
     calls: int = 0
 
     def hits(self, arguments: object) -> bool:
-        """Count a call, and return whether it has the fault."""
         if self.rank is not None and str(self.rank) != os.environ.get("RANK"):
             return False
         if self.match and self.match not in repr(arguments):
@@ -53,13 +53,11 @@ class Fault:
     def happen(self, result: Any = None) -> Any:
         """Act, now or after the delay; return what the wrapped function returns."""
         if self.delay:
-            threading.Thread(target=self._act_later, daemon=True).start()
+            timer = threading.Timer(self.delay, self._act, [None])
+            timer.daemon = True
+            timer.start()
             return result
         return self._act(result)
-
-    def _act_later(self) -> None:
-        time.sleep(self.delay)
-        self._act(None)
 
     def _act(self, result: Any) -> Any:
         if self.mark:
@@ -75,7 +73,8 @@ def send(result: Any, name: str = "SIGKILL", to: str = "self") -> Any:
     agent = os.getppid()
     if to == "command":
         agent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(os.getpid() if to == "self" else agent, signal.Signals[name])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(os.getpid() if to == "self" else agent, signal.Signals[name])
     return result
 
 
@@ -89,7 +88,6 @@ def sleep(result: Any, seconds: float, holding_the_gil: bool = False) -> Any:
 
 
 def fail(result: Any, error: str = "builtins:RuntimeError", text: str = "injected") -> Any:
-    """Raise an error."""
     module, _, name = error.partition(":")
     raise getattr(importlib.import_module(module), name)(text)
 
@@ -101,7 +99,6 @@ def abort(result: Any, text: str) -> None:
 
 
 def printenv(result: Any, name: str) -> Any:
-    """Print a variable of this process's environment."""
     print(f"{name}={os.environ.get(name)}", flush=True)
     return result
 
@@ -122,13 +119,11 @@ def zero(result: Any) -> Any:
 
 
 def nan_gradient(result: Any) -> Any:
-    """Keep the loss that a function returns, but make its gradient NaN."""
     result.register_hook(lambda gradient: gradient * float("nan"))
     return result
 
 
 def fill(result: Any, path: str) -> Any:
-    """Write a file until the disk is full."""
     with Path(path).open("ab", buffering=0) as ballast:
         for size in (2**16, 2**12, 1):
             try:
@@ -148,16 +143,8 @@ def exceed_memory(result: Any, cgroup: str) -> Any:
 
 
 ACTIONS: dict[str, Callable[..., Any]] = {
-    "abort": abort,
-    "printenv": printenv,
-    "send": send,
-    "sleep": sleep,
-    "fail": fail,
-    "nan": nan,
-    "zero": zero,
-    "nan_gradient": nan_gradient,
-    "fill": fill,
-    "exceed_memory": exceed_memory,
+    action.__name__: action
+    for action in (abort, printenv, send, sleep, fail, nan, zero, nan_gradient, fill, exceed_memory)
 }
 
 

@@ -1,4 +1,4 @@
-"""Streams and the host wait for one another wherever one reads or overwrites what another has made; see `races`."""
+"""Streams and the host wait for one another wherever one uses what another has made; see `waits.races`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdptrain.config.optimizers import OptimizerKind
 FOUND = """
 import json, sys
 from pathlib import Path
-from races import races
 from simulated import SMALL, plan_of
+from waits import races
 
 shape = SMALL | {"num_hidden_layers": 1}
 for changes, missing in json.load(sys.stdin):
@@ -38,13 +38,13 @@ KEPT = SHARED | {  # several layers: what the last one keeps is on the device an
 
 
 def found(folder: Path, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
-    """Return the races of runs with these changes, each without one of the waits of `races.MISSING` if it is named."""
+    """Return the races of runs with these changes, each without one of the waits of `waits.MISSING` if it is named."""
     done = python("-c", FOUND, folder, input=json.dumps(runs), timeout=3600, PYTHONPATH=python_path(TESTS))
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-MISSING = {  # wait of `races.MISSING` that is left out → the race that is found then
+MISSING = {  # wait of `waits.MISSING` that is left out → the race that is found then
     "of the host for the numbers of a step": "read on the host after _to_copy",
     "of a save for its copies": "read on the host after copy_",
     "of the host for offloaded gradients": "_foreach_norm.Scalar on the host after _to_copy",

@@ -36,8 +36,6 @@ class Ended:
 
 @dataclass
 class Started:
-    """A command that was started."""
-
     server: Server
     words: list[str]
     process: Command
@@ -47,7 +45,6 @@ class Started:
     started: float
 
     def wait(self) -> Ended:
-        """Wait until it has ended."""
         try:
             code = self.process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -59,11 +56,9 @@ class Started:
         return Ended(self.words, code, text, happened, killed, self.started)
 
     def frozen(self) -> list[int]:
-        """Return its frozen processes."""
         return [number for number in self.server.processes(self.process.pid) if state_of(number) == "T"]
 
     def thaw(self) -> None:
-        """Let its frozen processes go on."""
         send_all(signal.SIGCONT, self.frozen())
 
     def wait_for_fault(self) -> bool:
@@ -110,7 +105,6 @@ class Server:
         return Started(self, command[3:], process, output, marker, fault or {}, time.time())
 
     def run(self, *words: object, **how: Any) -> Ended:
-        """Start a command and wait for its end."""
         return self.start(*words, **how).wait()
 
     def stacks(self, process: int) -> str:
@@ -135,7 +129,6 @@ class Server:
         return [number for number in found if state_of(number) not in ("Z", "")]
 
     def close(self) -> None:
-        """End the server, and with it all that it has started."""
         send_all(signal.SIGKILL, self.processes())
         self._process.kill()
         self._process.wait()

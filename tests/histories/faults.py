@@ -27,7 +27,6 @@ NEEDS_SPACE = ("open", "os.mkdir")
 
 
 def given() -> dict[str, Any]:
-    """Return the fault of this history's command; empty if it has none."""
     return dict(json.loads(os.environ.get(FAULT, "{}")))
 
 
@@ -54,7 +53,6 @@ class Hook:
         self.count, self.acting, self.process = 0, False, os.getpid()
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Count an audited event."""
         if self.acting or not (event in CHANGES or event == "open"):
             return
         if os.getpid() != self.process:  # a process that this one has forked, with a copy of the hook

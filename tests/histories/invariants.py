@@ -41,13 +41,11 @@ class Undisturbed:
 
     @classmethod
     def of(cls, run: Path, exports: Path) -> Undisturbed:
-        """Read a run, and the exports of its steps: `exports/STEP`."""
         weights = {int(folder.name): digest(folder / WEIGHTS) for folder in exports.iterdir()}
         return cls(numbers(read_history(run / "metrics.jsonl")), weights)
 
 
 def numbers(records: list[dict[str, Any]]) -> dict[tuple[str, int], Any]:
-    """Return what a run computed, by (event, step)."""
     kept = {"step": ("loss", "grad_norm", "lr", "samples", "tokens"), "eval": ("loss", "tokens")}
     return {
         (record["event"], record["step"]): [record[name] for name in kept[record["event"]]]
@@ -57,7 +55,6 @@ def numbers(records: list[dict[str, Any]]) -> dict[tuple[str, int], Any]:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -70,7 +67,6 @@ class Files:
 
     @classmethod
     def of(cls, root: Path, places: list[Path]) -> Files:
-        """Read them now."""
         found = {}
         for path in root.rglob("*"):
             is_place = any(path.is_relative_to(place) for place in places) or is_beside(path, places)

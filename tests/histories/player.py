@@ -27,8 +27,6 @@ AHEAD_S = 3600.0  # of a machine whose clock is wrong
 
 
 class History:
-    """The folder of a history, and what happened in it."""
-
     def __init__(self, server: Server, in_store: bool = False) -> None:
         self.server, self.root = server, server.root
         shutil.rmtree(self.root, ignore_errors=True)
@@ -55,7 +53,6 @@ class History:
         ahead: float = 0.0,
         name: str = "",
     ) -> Ended:
-        """Start the run, or continue it; with a `name`, another run."""
         folder = self.root / "runs" / name if name else self.run_dir
         words = ["run", self.root / "recipe.yaml", f"output_dir={folder}"] if name else self._run_words()
         before = invariants.Files.of(self.root, self._places_of_run(folder))
@@ -67,7 +64,6 @@ class History:
         return ended
 
     def export(self, out: str = "", step: int | None = None, fault: dict[str, Any] | None = None) -> Ended:
-        """Export a checkpoint, into the run folder or a new folder `out`."""
         before = invariants.Files.of(self.root, self._places_of_export(out))
         ended = self.server.run(*self._export_words(out, step), fault=fault)
         self._check(ended, before, self.run_dir)
@@ -85,7 +81,6 @@ class History:
         return [target, *aside]
 
     def share(self) -> Ended:
-        """Start another run of the same recipe, with the checkpoints of this one as its `checkpoint.path`."""
         return self.run(f"checkpoint.path={self.run_dir / 'checkpoints'}", name="other")
 
     def look(self) -> None:
@@ -176,14 +171,12 @@ class History:
         self.unreadable.clear()
 
     def take_rights(self, number: int, pattern: str = "**/*") -> None:
-        """Take all rights from a file or folder of the run."""
         if paths := self.own_files(folders=True, pattern=pattern):
             path = paths[number % len(paths)]
             self.unreadable.setdefault(path, path.stat().st_mode & 0o777)
             path.chmod(0)
 
     def damage(self, number: int, how: str, newest: bool = False) -> None:
-        """Damage a file of the run, or remove it."""
         paths = self.own_files()
         if newest and (steps := self.steps()):
             paths = [path for path in paths if f"step-{max(steps):08d}" in path.parts]
@@ -210,7 +203,6 @@ class History:
         (folders[number % len(folders)] / name).write_bytes(self.planted[name])
 
     def move(self, copy: bool = False) -> None:
-        """Rename or copy the run folder; what follows is done with the new one."""
         if not self.run_dir.is_dir():
             return
         target = unused_name(self.run_dir.with_name("moved"))
@@ -233,17 +225,14 @@ class History:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
         return self.root / "store/bucket/run" if self.in_store else self.run_dir / "checkpoints"
 
     def steps(self) -> list[int]:
-        """Return the steps with a published checkpoint."""
         return sorted(
             int(path.name[5:]) for path in self.checkpoints.glob("step-????????") if (path / "manifest.json").exists()
         )
 
     def _shift_times(self, folder: Path, ended: Ended, ahead: float) -> None:
-        """Give the files that a command wrote the times of its clock."""
         for path in folder.rglob("*") if ahead else ():
             with contextlib.suppress(FileNotFoundError):
                 if (written := path.lstat().st_mtime) >= ended.started - 0.1 and path.is_file():
@@ -262,7 +251,6 @@ class History:
         invariants.check_result(self, self.run())
 
     def kill_all(self) -> None:
-        """End what still runs."""
         send_all(signal.SIGKILL, self.server.processes())
 
 
@@ -274,7 +262,6 @@ FILE_OF = {
 
 
 def changed_content(what: str, content: bytes) -> bytes:
-    """Return other content of an input that determines what is computed."""
     if what == "config":
         fields = json.loads(content)
         return json.dumps({**fields, "rms_norm_eps": fields["rms_norm_eps"] * 1000}).encode()

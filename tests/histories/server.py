@@ -144,7 +144,6 @@ def warm_up(folder: Path) -> None:
 
 
 def command(words: list[str]) -> None:
-    """Call the command line in this process."""
     streams, arguments = (sys.stdout, sys.stderr), sys.argv
     sys.argv = ["fsdptrain", *words]
     try:
@@ -157,7 +156,6 @@ def command(words: list[str]) -> None:
 
 
 def main() -> None:
-    """Serve the commands of histories below the folder of this server."""
     faulthandler.register(STACKS)
     listener, name = forks.begin()
     obey_rights()

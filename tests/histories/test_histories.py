@@ -26,14 +26,12 @@ BATCH = 50  # histories of one call of Hypothesis in the soak
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run the process that forks the commands."""
     server = Server(tmp_path_factory.mktemp("histories") / "server")
     yield server
     server.close()
 
 
 def at(step: int, do: str, count: int = 1, role: str = "worker") -> dict[str, Any]:
-    """Return a fault at the `count`-th change of a checkpoint's folder."""
     return {"role": role, "match": f"step-{step:08d}", "at": count, "do": do}
 
 
@@ -150,7 +148,6 @@ MACHINES = {"folder": InFolder, "store": InStore}
 
 
 def play(server: Server, place: str, histories: int, events: int, **options: Any) -> None:
-    """Play so many histories with at most so many events."""
     chosen = settings(
         max_examples=histories, stateful_step_count=events, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck), **options,

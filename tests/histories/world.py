@@ -57,7 +57,6 @@ def make_inputs(root: Path) -> None:
 
 
 def write_rows(path: Path, first: int, count: int, spelt: Callable[[str], str] = str) -> None:
-    """Write conversations, which their numbers determine."""
     lines = []
     for number in range(first, first + count):
         said, answer = (spelt(" ".join(WORDS[(number * k + i) % len(WORDS)] for i in range(3))) for k in (3, 5))
@@ -67,7 +66,6 @@ def write_rows(path: Path, first: int, count: int, spelt: Callable[[str], str] =
 
 
 def recipe(root: Path) -> dict[str, Any]:
-    """Return the recipe of every history."""
     return {
         "name": "history",
         "output_dir": str(root / "runs" / "run"),
@@ -138,7 +136,6 @@ class FolderStore(LocalFileSystem):
 
 
 def register_store(root: Path) -> None:
-    """Let this process find the store of `root` under `az://`."""
     FolderStore.root = str(root)
     storage.MODULES["az"] = "fsspec"
     fsspec.register_implementation("az", FolderStore, clobber=True)
