@@ -105,7 +105,7 @@ class History:
         first_step, second_step = (choose(self.steps(), default=None) for choose in (min, max))
         words = self._export_words("copy", first_step) if exports else self._run_words()
         first = self.server.start(*words, fault={**frozen, "do": "freeze"})
-        ends: list[tuple[Ended, int | None]] = []
+        order: list[tuple[Started, int | None]] = [(first, first_step)]
         if first.wait_for_fault():
             self._wait_until_frozen(first)
             of_second = {
@@ -113,20 +113,15 @@ class History:
                 "export --out": self._export_words("copy", second_step), "status": ["status", self.run_dir, "--json"],
                 "verify": ["verify", self.run_dir, "--json"],
             }[second]  # fmt: skip
-            fault = {**then, "do": "freeze"} if then else None
-            other = self.server.start(*of_second, fault=fault)
+            other = self.server.start(*of_second, fault={**then, "do": "freeze"} if then else None)
             both = bool(then) and other.wait_for_fault()
             if both:
                 self._wait_until_frozen(other)
-            else:
-                ends.append((other.wait(), second_step))
-            first.thaw()
-            ends.append((first.wait(), first_step))
-            if both:
-                other.thaw()
-                ends.append((other.wait(), second_step))
-        else:
-            ends.append((first.wait(), first_step))
+            order.insert(int(both), (other, second_step))
+        ends = []
+        for command, step in order:
+            command.thaw()
+            ends.append((command.wait(), step))
         wrote = [step for ended, step in ends if ended.code == 0 and "--out" in ended.words]
         assert len(wrote) < 2, "two exports to one folder ended with 0"
         if wrote:
