@@ -68,7 +68,11 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
     from matplotlib.figure import Figure
 
     phases = timeline(trace, device, granularity)
-    xs = [x for phase in phases for x in _positions(phase)]
+    xs = [
+        phase.first + (phase.last - phase.first) * i / len(phase.levels)
+        for phase in phases
+        for i in range(len(phase.levels))
+    ]
     levels = [level for phase in phases for level in phase.levels]
     x, top = max(zip(xs, levels, strict=True), key=lambda place: place[1].allocated)
     # A category below the threshold is neither drawn nor in the legend.
@@ -123,12 +127,6 @@ def timeline(trace: Trace, device: str, granularity: int = 1) -> list[Phase]:
         Phase(name, first, last, _thinned(run, int(MAX_POINTS * (last - first))))
         for (name, run), (first, last) in zip(runs, pairwise(edges), strict=True)
     ]
-
-
-def _positions(phase: Phase) -> list[float]:
-    """Return where its levels are in the plot: they are evenly spaced."""
-    count = len(phase.levels)
-    return [phase.first + (phase.last - phase.first) * i / count for i in range(count)]
 
 
 def _thinned(points: list[Level], limit: int) -> list[Level]:

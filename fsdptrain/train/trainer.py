@@ -28,9 +28,8 @@ from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_
 from fsdptrain.text import ranks_text
 from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.optim import learning_rate
-from fsdptrain.train.pace import NOTICED_S, Pace, StopPoll, count_within
+from fsdptrain.train.pace import NOTICED_S, Pace, Recording, StopPoll, count_within
 from fsdptrain.train.prefetch import Prefetch, StepInputs
-from fsdptrain.train.profiling import Recording
 from fsdptrain.train.reference import with_reference
 from fsdptrain.train.setup import (
     Inputs,

@@ -71,18 +71,14 @@ DTYPES = ["float32", "bfloat16"]
 LOSSES = ["chunked", "plain"]
 MATRIX = [
     {
-        "fsdp__strategy": strategy,
-        "fsdp__activation_checkpointing": recomputation,
-        "fsdp__accumulation": mode,
-        "fsdp__mixed_precision": {"param_dtype": dtype},
-        "train__global_batch_size": 8 * count,
-        "train__loss": loss,
+        "fsdp__strategy": strategy, "fsdp__activation_checkpointing": recomputation, "fsdp__accumulation": mode,
+        "fsdp__mixed_precision": {"param_dtype": dtype}, "train__global_batch_size": 8 * count, "train__loss": loss,
     }
     | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
     for strategy, recomputation, (count, mode), dtype, loss in itertools.product(
         STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES, LOSSES
     )
-]
+]  # fmt: skip
 
 
 def sampled(*numbers: int, slow: tuple[int, ...]) -> list[Any]:
@@ -182,14 +178,12 @@ RANKED = {
     "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16"],
     "no shard, in buckets": ["fsdp.strategy=NO_SHARD", "fsdp.bucket_cap_mb=4"],
     "shards held": [
-        "fsdp.strategy=HYBRID_SHARD",
-        "fsdp.shard_size=1",
-        "fsdp.accumulation=hold_shards",
+        "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1", "fsdp.accumulation=hold_shards",
         "train.global_batch_size=12",
     ],
     "grad op, accumulated": ["fsdp.strategy=SHARD_GRAD_OP", "train.global_batch_size=8"],
     "shared rows": ["parallel.context=2", "train.global_batch_size=2"],
-}
+}  # fmt: skip
 
 
 def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
