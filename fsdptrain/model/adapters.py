@@ -48,17 +48,17 @@ NAME = "default"  # of the adapter in peft's modules
 PREFIX = "base_model.model."  # of every name in peft's files
 
 
-def adapted_name(model: Any, name: str) -> str:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of peft that hold a layer and its adapter, by the name of the layer."""
+    return {name: module for name, module in model.named_modules() if _is_adapted(module)}
+
+
+def _adapted_name(model: Any, name: str) -> str:
     """Return the name, in a model with adapters, of a parameter or buffer of the model without them."""
     owner, _, key = name.rpartition(".")
     while _is_adapted(model.get_submodule(owner)):  # experts may have an adapter for each of their tensors
         owner += ".base_layer"
     return full_name(owner, key)
-
-
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of peft that hold a layer and its adapter, by the name of the layer."""
-    return {name: module for name, module in model.named_modules() if _is_adapted(module)}
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -109,7 +109,7 @@ def freeze(model: Any, recipe: Recipe) -> Any:
             trained |= matched
     else:
         return model
-    model.float32_names = {adapted_name(model, name) for name in model.float32_names}
+    model.float32_names = {_adapted_name(model, name) for name in model.float32_names}
     # Replace the parameters by trained ones in the master dtype and frozen ones in the compute dtype.
     master, compute = (getattr(torch, name) for name in (recipe.model.dtype, recipe.fsdp.mixed_precision.param_dtype))
     made: dict[int, nn.Parameter] = {}

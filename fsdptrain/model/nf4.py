@@ -83,8 +83,7 @@ class _Product(torch.autograd.Function):
 
 
 def dequantise(quantised: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight [out, in] of an NF4Linear from its whole parameters and its buffers, as `quantised` has
-    them."""
+    """Return the weight [out, in] of an NF4Linear from what its `quantised` has, whole."""
     packed, absmax, scales, offset, code = quantised
     bnb = torch.ops.bitsandbytes
     levels = bnb.dequantize_blockwise(absmax.flatten(), scales, code, GROUP, torch.float32) + offset

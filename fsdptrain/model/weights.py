@@ -246,7 +246,8 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
     them. Only one group is in memory. Raises RecipeError if the files lack a tensor.
     """
     group_of = {name: number for number, group in enumerate(groups) for name in group}
-    aliases = _aliases(bare)
+    # A tied weight may be in the files under any of its names.
+    aliases = {name: same for same in names_by_parameter(bare).values() if len(same) > 1 for name in same}
     for name, number in list(group_of.items()):
         group_of |= dict.fromkeys(aliases.get(name, ()), number)
     twin = copy.deepcopy(bare)
@@ -269,11 +270,6 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
             yield real
             for module, key, param in empty:
                 setattr(module, key, param)
-
-
-def _aliases(model: Any) -> dict[str, list[str]]:
-    """Return the names of each parameter that has several: a tied weight may be in the files under any of them."""
-    return {name: same for same in names_by_parameter(model).values() if len(same) > 1 for name in same}
 
 
 def _loaded_names(model: Any, keys: list[str]) -> dict[str, str]:

@@ -115,11 +115,6 @@ CASES = {
 LINEAR = 14  # linear layers of the model
 
 
-def assert_quantised(found: dict[str, Any]) -> None:
-    for name, variant in found.items():
-        assert variant["quantised"] == LINEAR and variant["as bitsandbytes"], name
-
-
 @needs_integers
 def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -> None:
     """And bytes on the wire with the forecast, exports with the trained model."""
@@ -131,7 +126,8 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
     variants = {"QLoRA": copies, "QLoRA bf16, recomputed": [], **whole}
     parity = Parity(recipe, CASES, steps=2)
     found = parity.train("quantised", 2, variants, tmp_path)
-    assert_quantised(found)
+    for name, variant in found.items():
+        assert variant["quantised"] == LINEAR and variant["as bitsandbytes"], name
     assert not found["QLoRA × copies"]["copied"] and found["QLoRA"]["copied"]
     # What is gathered is the quantised bytes, as the forecast says.
     written = load(recipe, CASES["QLoRA bf16, recomputed"].words)
