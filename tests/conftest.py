@@ -1,4 +1,4 @@
-"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print tables.
+"""Use a cache of the session, so that no test reads the user's one; hide the GPUs; print the time of each file.
 
 The variables of the caches are set when pytest starts, before the libraries that read them at import.
 """
@@ -81,51 +81,17 @@ def forked_children() -> Iterator[None]:
         yield
 
 
-class Table:
-    def __init__(self, *header: str) -> None:
-        self.header, self.rows = header, list[tuple[str, ...]]()
-
-    def lines(self) -> list[str]:
-        rows = [self.header, *self.rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
-        return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-_tables = {
-    "bytes between hosts": Table("run", "bytes a step", "forecast", "difference"),
-    "faults on two hosts": Table("fault", "host", "exit", "ended after", "what it said"),
-}
-
-
-@pytest.fixture(scope="session")
-def link_table() -> Table:
-    return _tables["bytes between hosts"]
-
-
-@pytest.fixture(scope="session")
-def host_table() -> Table:
-    return _tables["faults on two hosts"]
-
-
-def times_of_files(terminalreporter: pytest.TerminalReporter) -> Table:
-    """Return the seconds of each file's tests with their fixtures, longest first, of files with a second or more."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of each file's tests with their fixtures, longest first, so that growth is seen."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.location[0]] += report.duration
-    table = Table("seconds", "file")
-    table.rows = [(f"{s:.0f}", name) for name, s in seconds.most_common() if s >= 1]
-    return table
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the tables that tests have filled, and the time of each file, so that growth is seen."""
-    _tables["time per file"] = times_of_files(terminalreporter)
-    for title, table in _tables.items():
-        if table.rows:
-            terminalreporter.section(title)
-            terminalreporter.write_line("\n".join(table.lines()))
+    terminalreporter.section("time per file")
+    for name, s in seconds.most_common():
+        if s >= 1:
+            terminalreporter.write_line(f"{s:7.0f} s  {name}")
 
 
 def pytest_collection_finish() -> None:

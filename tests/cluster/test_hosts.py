@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-from conftest import Table
 from hosts import Host, call, missing, switched_hosts
 from injection import SMALL, curve, differences, last_step, small_recipe
 from support import TESTS, environment, events, fsdptrain, python_path, send_all
@@ -179,7 +178,7 @@ def test_the_ranks_of_a_host_share_a_copy_and_each_host_has_its_own_caches(hosts
 BYTES_LIMIT = 0.01  # how far the bytes on the link may be from the forecast
 
 
-def compare_bytes(sharding: str, hosts: list[Host], tmp: Path, table: Table, **changes: Any) -> Path:
+def compare_bytes(sharding: str, hosts: list[Host], tmp: Path, **changes: Any) -> Path:
     """Compare what each host sends with the forecast; return the folder of the longer of two runs.
 
     The difference of runs of 6 and of 18 steps is 12 steps, without start, checkpoint and export.
@@ -195,16 +194,14 @@ def compare_bytes(sharding: str, hosts: list[Host], tmp: Path, table: Table, **c
     workers = json.loads((job.run / "plan.json").read_text())["topology"]["nproc_per_node"]
     expected = workers * sum(each["wire"] for each in forecast["collectives"] if each["nodes"] > 1)
     measured = [(other - one) / (many - few) for one, other in zip(*sent, strict=True)]
-    table.rows += [
-        (f"{sharding}, {host.name}", f"{size:,.0f}", f"{expected:,}", f"{size / expected - 1:+.2%}")
-        for host, size in zip(hosts, measured, strict=True)
-    ]
-    assert all(abs(size / expected - 1) < BYTES_LIMIT for size in measured), table.lines()
+    for host, size in zip(hosts, measured, strict=True):
+        print(f"{sharding}, {host.name}: {size:,.0f} bytes a step, forecast {expected:,} ({size / expected - 1:+.2%})")
+    assert all(abs(size / expected - 1) < BYTES_LIMIT for size in measured)
     return job.run
 
 
-def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_path: Path, link_table: Table) -> None:
-    compare_bytes("HYBRID_SHARD 2×2", hosts, tmp_path, link_table)
+def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_path: Path) -> None:
+    compare_bytes("HYBRID_SHARD 2×2", hosts, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +212,10 @@ def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_
     ],
 )
 def test_three_and_four_hosts(
-    sharding: str, count: int, changes: Any, more_hosts: list[Host], alone: Path, tmp_path: Path, link_table: Table
+    sharding: str, count: int, changes: Any, more_hosts: list[Host], alone: Path, tmp_path: Path
 ) -> None:
     size = {"launch__nnodes": count, "launch__nproc_per_node": 1, "train__global_batch_size": 12}
-    run = compare_bytes(sharding, more_hosts[:count], tmp_path, link_table, **size, **changes)
+    run = compare_bytes(sharding, more_hosts[:count], tmp_path, **size, **changes)
     several = events(run, "step")
     for one, other in zip(events(alone, "step"), several, strict=False):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5) and other["samples"] == one["samples"]
@@ -231,12 +228,10 @@ AT_STEP = 5  # when the faults happen
 ANY_TIME = float("inf")
 
 
-def problems(
-    job: Job, table: Table, fault: str, codes: list[int], *words: str, within: float = 2 * TIMEOUT_S
-) -> list[str]:
-    """Add how a job ended to the table; return what is not as expected. `words` are a pattern for each host."""
+def problems(job: Job, fault: str, codes: list[int], *words: str, within: float = 2 * TIMEOUT_S) -> list[str]:
+    """Print how a job ended; return what is not as expected. `words` are a pattern for each host."""
     for host, code, seconds, said in zip(job.hosts, job.codes, job.seconds, job.verdicts, strict=True):
-        table.rows.append((fault, host.name, str(code), f"{seconds:.1f} s", " ".join(said.split())[:300]))
+        print(fault, host.name, str(code), f"{seconds:.1f} s", " ".join(said.split())[:300])
     found = [] if job.codes == codes else [f"exit codes {job.codes}, not {codes}"]
     found += [
         f"{host.name}: ended after {s:.1f} s" for host, s in zip(job.hosts, job.seconds, strict=True) if s > within
@@ -268,16 +263,14 @@ ENDS: dict[str, tuple[int, Callable[[Host], object], list[int], list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", ENDS)
-def test_a_lost_host_ends_the_other(
-    fault: str, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
-) -> None:
+def test_a_lost_host_ends_the_other(fault: str, hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     number, happen, codes, words = ENDS[fault]
     job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: happen(hosts[number])).wait()
     hosts[number].connect()
-    assert not problems(job, host_table, fault, codes, *words) + resumes(job, whole)
+    assert not problems(job, fault, codes, *words) + resumes(job, whole)
 
 
-def test_a_link_that_flaps_is_survived(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+def test_a_link_that_flaps_is_survived(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     def flap() -> None:
         for _ in range(3):
             hosts[1].connect("down")
@@ -286,62 +279,57 @@ def test_a_link_that_flaps_is_survived(hosts: list[Host], whole: Path, tmp_path:
             time.sleep(TIMEOUT_S / 5)
 
     job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, flap).wait()
-    found = problems(job, host_table, "link flaps: 3 × 2 s without a connection", [0, 0], within=ANY_TIME)
+    found = problems(job, "link flaps: 3 × 2 s without a connection", [0, 0], within=ANY_TIME)
     assert not found + differences(job.run, whole)
 
 
-def test_a_slow_link_slows_down_and_blames_no_rank(
-    hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
-) -> None:
+def test_a_slow_link_slows_down_and_blames_no_rank(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     with hosts[1].slow(50) as limit:
         job = Job(hosts, recipe_of_two(tmp_path, train__steps=24)).wait()
-    found = problems(job, host_table, f"slow link: {limit}", [0, 0], within=ANY_TIME)
+    found = problems(job, f"slow link: {limit}", [0, 0], within=ANY_TIME)
     made, undisturbed = curve(job.run), curve(whole)
     found += [f"step {step} differs" for step in undisturbed if made[step] != undisturbed[step]]
     slow, usual = (median(event["step_s"] for event in events(run, "step")) for run in (job.run, whole))
     assert not found and not events(job.run, "straggler") and slow > usual
 
 
-def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
+def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path) -> None:
     layer = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
     faults = [{**PACE, "where": layer, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
     job = Job(hosts, recipe_of_two(tmp_path, train__steps=24), faults).wait()
-    assert not problems(job, host_table, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
+    assert not problems(job, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
     named = {(event["rank"], event["cause"]) for event in events(job.run, "straggler")}
     assert named <= {(2, "compute"), (3, "compute")}
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_frozen_host_ends_the_other_and_ends_when_it_continues(
-    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+    number: int, hosts: list[Host], whole: Path, tmp_path: Path
 ) -> None:
     job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[number].signal("SIGSTOP"))
     threading.Timer(2 * TIMEOUT_S, job.thaw, [number]).start()
     job.wait()
     words = ["", ""]
     words[1 - number] = f"ranks {2 * number} and {2 * number + 1} on host-{number} do not respond"
-    found = problems(job, host_table, f"host-{number} frozen for 20 s", [5, 5], *words, within=3 * TIMEOUT_S)
+    found = problems(job, f"host-{number} frozen for 20 s", [5, 5], *words, within=3 * TIMEOUT_S)
     found += [] if job.seconds[1 - number] < 2 * TIMEOUT_S else [f"host-{1 - number} waited for the other"]
     assert not found + resumes(job, whole)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_late_host_is_waited_for(
-    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
-) -> None:
+def test_a_late_host_is_waited_for(number: int, hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     late = 1.5 * TIMEOUT_S
     job = Job(hosts, recipe_of_two(tmp_path), delays=(late, 0) if number == 0 else (0, late)).wait()
-    found = problems(job, host_table, f"host-{number} {late:.0f} s late", [0, 0], within=ANY_TIME)
+    found = problems(job, f"host-{number} {late:.0f} s late", [0, 0], within=ANY_TIME)
     assert not found + differences(job.run, whole)
 
 
-def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     hosts[1].small_disk("64k")  # less than a tokenizer and the prepared data take
     job = Job(hosts, recipe_of_two(tmp_path)).wait()
     hosts[1].usual_disk()
     found = problems(
         job,
-        host_table,
         "full disk on host-1",
         [5, 6],
         r"node 1 \(host-1\) stopped",
@@ -360,7 +348,7 @@ def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_p
     ],
 )
 def test_what_differs_between_the_hosts_is_refused(
-    fault: str, key: str, codes: list[int], words: str, hosts: list[Host], tmp_path: Path, host_table: Table
+    fault: str, key: str, codes: list[int], words: str, hosts: list[Host], tmp_path: Path
 ) -> None:
     place = hosts[0].local / ("run" if key == "output_dir" else "text.jsonl")  # another one on each host
     recipe = recipe_of_two(tmp_path, **{key: str(place)})
@@ -368,7 +356,7 @@ def test_what_differs_between_the_hosts_is_refused(
     for number, host in enumerate(hosts):
         (host.own / "text.jsonl").write_text("".join(rows[number:]))  # one row is missing on host-1
     job = Job(hosts, recipe).wait()
-    assert not problems(job, host_table, fault, codes, *[words] * 2, within=ANY_TIME)
+    assert not problems(job, fault, codes, *[words] * 2, within=ANY_TIME)
 
 
 # --- a range of nodes ------------------------------------------------------------------------------------------------
@@ -410,9 +398,9 @@ def ranks_of_attempts(run: Path) -> list[int]:
 
 
 def elastic_problems(
-    job: Job, table: Table, fault: str, codes: list[int], ranks: list[int], undisturbed: dict[int, list[Any]]
+    job: Job, fault: str, codes: list[int], ranks: list[int], undisturbed: dict[int, list[Any]]
 ) -> list[str]:
-    """Add how a job ended to the table, and how long it took until the next step was made with fewer nodes.
+    """Print how a job ended, and how long it took until the next step was made with fewer nodes.
 
     Return what is not as expected: exit codes, number of ranks of each attempt, and the curve.
     """
@@ -420,7 +408,7 @@ def elastic_problems(
     resumed = next((event["at"] - lost_at for event in events(job.run, "step") if event["at"] > lost_at + 5), None)
     for host, code in zip(job.hosts, job.codes, strict=True):
         ran = f"ranks of the attempts: {ranks_of_attempts(job.run)}; next step after {resumed or float('nan'):.1f} s"
-        table.rows.append((fault, host.name, str(code), "", ran))
+        print(fault, host.name, str(code), "", ran)
     found = [] if job.codes == codes else [f"exit codes {job.codes}, not {codes}", *job.texts]
     found += [] if ranks_of_attempts(job.run) == ranks else [f"ranks {ranks_of_attempts(job.run)}, not {ranks}"]
     made = curve(job.run)
@@ -434,20 +422,20 @@ def elastic_problems(
 
 
 def test_a_killed_host_is_left_behind_and_joins_at_the_next_checkpoint(
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
     job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
     job.after(AT_STEP, lambda: three_hosts[2].signal("SIGKILL"))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     job.start_again(2)
     job.wait(timeout=600)
-    found = elastic_problems(job, host_table, "1:3, host-2 killed and started again", [0, 0, 0], [3, 2, 3], undisturbed)
+    found = elastic_problems(job, "1:3, host-2 killed and started again", [0, 0, 0], [3, 2, 3], undisturbed)
     assert not found and events(job.run, "resume")[0]["step"] == 3
     assert "this one waits, and joins" in job.texts[2] and "another node joins" in job.texts[0]
 
 
 def test_a_host_that_comes_back_joins_at_a_restart(
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
     """No checkpoint is due any more, so only the loss of a worker lets it join."""
     job = Job(three_hosts, elastic_recipe(tmp_path, checkpoint__every=12), [SLOWLY])
@@ -458,7 +446,7 @@ def test_a_host_that_comes_back_joins_at_a_restart(
     worker = max(three_hosts[1].processes())  # started last
     send_all(signal.SIGKILL, [worker])
     job.wait(timeout=600)
-    found = elastic_problems(job, host_table, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
+    found = elastic_problems(job, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
     assert not found and "restart 2 of 5" in job.texts[1]
 
 
@@ -471,17 +459,17 @@ def test_a_host_that_comes_back_joins_at_a_restart(
 )
 def test_a_host_that_is_silent_for_a_while_joins_again(
     fault: str, number: int, happen: Callable[[Host], object], undo: Callable[[Job], object],
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table,
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path,
 ) -> None:  # fmt: skip
     job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY]).after(AT_STEP, lambda: happen(three_hosts[number]))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     undo(job)
     job.wait(timeout=600)
-    assert not elastic_problems(job, host_table, f"1:3, host-{number} {fault}", [0, 0, 0], [3, 2, 3], undisturbed)
+    assert not elastic_problems(job, f"1:3, host-{number} {fault}", [0, 0, 0], [3, 2, 3], undisturbed)
 
 
 def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(
-    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
     job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
     job.after(AT_STEP, lambda: three_hosts[0].signal("SIGKILL"))
@@ -490,4 +478,4 @@ def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(
     job.wait(timeout=600)
     # The two that wait and the one that comes back meet at once, or on a busy machine it joins at the next checkpoint.
     ranks = [3, 3] if len(ranks_of_attempts(job.run)) == 2 else [3, 2, 3]
-    assert not elastic_problems(job, host_table, "1:3, host-0 killed and started again", [0, 0, 0], ranks, undisturbed)
+    assert not elastic_problems(job, "1:3, host-0 killed and started again", [0, 0, 0], ranks, undisturbed)
