@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdptrain.config.schema import Adapter, Recipe
-from fsdptrain.errors import RecipeError, error_summary
+from fsdptrain.errors import RecipeError, error_summary, listed
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta, seed_of
@@ -131,20 +131,32 @@ def layers_in_nf4(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
     """Return the layers whose weights the recipe quantises, by name; raises RecipeError if there are none."""
     if recipe.adapter.kind != "qlora":
         return {}
-    with without_adapters(model):
-        whole = _modules_to_save(model, recipe)
-        layers = linear_layers(model)
-    found = {
-        name: layer
-        for name, layer in layers.items()
-        if is_quantisable(layer) and not any(_matches(name, module) for module in whole)
-    }
+    found = {name: layer for name, layer in _frozen_linear_layers(model, recipe).items() if is_quantisable(layer)}
     if not found:
         raise RecipeError(
             f"adapter.kind: qlora quantises linear layers whose inputs are a multiple of {BLOCK}, and "
             f"{type(model).__name__} has none: use kind: lora"
         )
     return found
+
+
+def _frozen_linear_layers(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
+    with without_adapters(model):
+        whole = _modules_to_save(model, recipe)
+        layers = linear_layers(model)
+    return {name: layer for name, layer in layers.items() if not any(_matches(name, module) for module in whole)}
+
+
+def unquantised_note(model: Any, recipe: Recipe) -> str | None:
+    """Return a sentence on the linear layers that the recipe would quantise and cannot; None if there are none."""
+    layers = _frozen_linear_layers(model, recipe)
+    left = [name for name, layer in layers.items() if not is_quantisable(layer)]
+    if recipe.adapter.kind != "qlora" or not left:
+        return None
+    return (
+        f"{len(left)} of {len(layers)} linear layers stay in {recipe.fsdp.mixed_precision.param_dtype}, because the "
+        f"number of their inputs is not a multiple of {BLOCK}: {listed(left, 2)}"
+    )
 
 
 def quantised_ids(model: Any, recipe: Recipe) -> set[int]:

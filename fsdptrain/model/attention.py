@@ -114,9 +114,10 @@ def mask_note(plan: Plan, bare: Any) -> str | None:
     if plan.topology.device != "cuda" or kernel not in ("sdpa", "eager") or not together:
         return None
     reason = obstacle(plan, bare)
+    hint = "; if flash-attn is installed, try flash_attention_2" if bare._supports_flash_attn else ""
     return reason and (
         f"model.attn_implementation: {kernel} with a mask of seq_len² entries, because torch's varlen kernel cannot "
-        f"compute this model: {reason}"
+        f"compute this model: {reason}{hint}"
     )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdptrain.config.rules import FLOAT8_MULTIPLE
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
 from fsdptrain.model.units import decoder_layers
 
 # Names of layers that stay in bf16: routers, whose choice of experts would depend on the rounding, and experts, which
@@ -36,15 +36,7 @@ def layers_in_float8(model: Any, recipe: Recipe) -> dict[str, nn.Linear]:
     """
     if recipe.train.float8 is None:
         return {}
-    found = {
-        f"{layer}.{name}": module
-        for layer, decoder in decoder_layers(model)
-        for name, module in decoder.named_modules()
-        if nn.Linear in (type(module), *type(module).__bases__[1:])
-        and not ROUTED.search(name)
-        and f"{layer}.{name}.weight" not in model.float32_names
-        and module.in_features % FLOAT8_MULTIPLE == module.out_features % FLOAT8_MULTIPLE == 0
-    }
+    found = {name: layer for name, layer in _linear_layers(model).items() if _fits(layer)}
     if not found:
         raise RecipeError(
             f"train.float8: the decoder layers of {type(model).__name__} have no linear layer with inputs and outputs "
@@ -53,17 +45,39 @@ def layers_in_float8(model: Any, recipe: Recipe) -> dict[str, nn.Linear]:
     return found
 
 
-def float8_note(recipe: Recipe, on_cpu: bool, compiles: bool) -> str | None:
-    """Return a note if the recipe's float8 is slower than bfloat16."""
+def _linear_layers(model: Any) -> dict[str, nn.Linear]:
+    return {
+        f"{layer}.{name}": module
+        for layer, decoder in decoder_layers(model)
+        for name, module in decoder.named_modules()
+        if nn.Linear in (type(module), *type(module).__bases__[1:])
+        and not ROUTED.search(name)
+        and f"{layer}.{name}.weight" not in model.float32_names
+    }
+
+
+def _fits(layer: nn.Linear) -> bool:
+    return layer.in_features % FLOAT8_MULTIPLE == layer.out_features % FLOAT8_MULTIPLE == 0
+
+
+def float8_notes(model: Any, recipe: Recipe, on_cpu: bool, compiles: bool) -> Iterator[str]:
+    """Yield which layers of a skeleton the recipe leaves in bfloat16, and why its float8 may be slower than that."""
     kind = recipe.train.float8
-    if kind is None or (compiles and not on_cpu):
-        return None
+    if kind is None:
+        return
+    layers = _linear_layers(model)
+    if left := [name for name, layer in layers.items() if not _fits(layer)]:
+        yield (
+            f"train.float8: {len(left)} of {len(layers)} linear layers stay in bfloat16, because their inputs or "
+            f"outputs are not a multiple of {FLOAT8_MULTIPLE}: {listed(left, 2)}"
+        )
     if on_cpu:
-        return (
+        yield (
             f"train.float8: {kind} is emulated on a CPU: it rounds as a GPU does, but is slower than bfloat16, which "
             "forecasts do not count"
         )
-    return "train.float8 is slower than bfloat16 without train.compile, because each cast is a kernel of its own"
+    elif not compiles:
+        yield "train.float8 is slower than bfloat16 without train.compile, because each cast is a kernel of its own"
 
 
 def convert_to_float8(model: Any, recipe: Recipe, emulate: bool) -> None:

@@ -124,6 +124,14 @@ def check_weights(bare: Any, plan: Plan, files: list[str]) -> StoredNames:
         raise RecipeError(
             f"model.ignore_weights: {idle[0]!r} matches no tensor that {type(bare).__name__} does not know: remove it"
         )
+    ends = token_parameters(bare)
+    before = [slices[key].get_shape()[0] for key, name in names.known.items() if name in ends]
+    grown = {rows for rows in before if rows not in {param.shape[0] for param in ends.values()}}
+    if short := [key for key in names.carried if grown.intersection(slices[key].get_shape()[:1])]:
+        raise RecipeError(
+            f"model.add_tokens: {short[0]}, which is exported as it is, has no rows for them: leave its layer out with "
+            "model.ignore_weights"
+        )
     return names
 
 

@@ -23,10 +23,11 @@ from fsdptrain.model.adapters import (
     check_experts_in_one_unit,
     freeze,
     quantised_ids,
+    unquantised_note,
 )
 from fsdptrain.model.attention import choose_attention, mask_note
 from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold
-from fsdptrain.model.float8 import float8_note, layers_in_float8
+from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.patches import UNBOUNDED, accept_documents
 from fsdptrain.model.probe import Probe
@@ -99,7 +100,8 @@ def model_notes(ready: PreparedModel) -> list[str]:
         mask_note(plan, ready.bare),
         missing_kernels(plan, ready.bare),
         balance_note(plan, ready.config),
-        float8_note(plan.recipe, plan.topology.device == "cpu", plan.compiles),
+        unquantised_note(ready.trained, plan.recipe),
+        *float8_notes(ready.trained, plan.recipe, plan.topology.device == "cpu", plan.compiles),
     )
     return [note for note in found if note]
 

@@ -57,8 +57,11 @@ def test_exactly_the_linear_layers_of_decoder_layers_are_converted(kind: str, tm
 def test_layers_that_the_kernels_cannot_multiply_stay_in_bf16(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.float8=rowwise")
     model = skeleton_of(recipe, LlamaConfig(**TINY | {"intermediate_size": 90}))
-    assert "slower than bfloat16 without train.compile" in str(float8.float8_note(recipe, False, compiles=False))
-    assert "emulated on a CPU" in str(float8.float8_note(recipe, True, compiles=False))
+    note, slow = float8.float8_notes(model, recipe, on_cpu=False, compiles=False)
+    assert "9 of 21 linear layers stay in bfloat16" in note and "model.layers.0.mlp.gate_proj" in note
+    assert "slower than bfloat16 without train.compile" in slow
+    [_, emulated] = float8.float8_notes(model, recipe, on_cpu=True, compiles=False)
+    assert "emulated on a CPU" in emulated
     float8.convert_to_float8(model, recipe, emulate=True)
     assert {name.rpartition(".")[2] for name in model.float8_names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     for config in (LlamaConfig(**TINY | {"hidden_size": 72, "intermediate_size": 90}), small_config("gpt2")):

@@ -31,7 +31,7 @@ from fsdptrain.forecast import simulation as simulate
 from fsdptrain.forecast.server import counted_model
 from fsdptrain.forecast.trace import traffic
 from fsdptrain.model import nf4
-from fsdptrain.model.adapters import freeze, layers_in_nf4, quantised_ids
+from fsdptrain.model.adapters import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.config import load_config
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton
@@ -169,13 +169,17 @@ def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some layers the inputs are not in blocks of 64: these stay as they are."""
+    """Or said: layers whose inputs are not in blocks of 64."""
     plan = make_plan(load(recipe), Topology("cpu", 1, 1))
     sizes = TINY | {"num_hidden_layers": 1}  # 96 inputs of the last layer
 
     def bare(**changes: Any) -> Any:
         return skeleton(LlamaConfig(**sizes | changes), plan.recipe.model)
 
+    assert unquantised_note(bare(), plan.recipe) == (
+        "1 of 7 linear layers stay in float32, because the number of their inputs is not a multiple of 64: "
+        "model.layers.0.mlp.down_proj"
+    )
     trained = freeze(bare(), plan.recipe)
     weights = weights_of(trained, quantised_ids(trained, plan.recipe)).values()
     assert Counts.of(weights).quantised == 6 * 64 * 64 - 2 * 64 * 32 + 2 * 32 * 64

@@ -403,6 +403,21 @@ def test_layers_that_were_cut_are_not_taken_for_multi_token_prediction(tmp_path:
             load_config(planned(tmp_path, reason, "model.config.num_nextn_predict_layers=1"), None)
 
 
+def test_a_copied_layer_without_rows_for_added_tokens_is_refused(tmp_path: Path) -> None:
+    def with_embedding(stored: Stored) -> Stored:
+        return {**with_mtp(stored), "model.layers.4.embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
+
+    odd_checkpoint(tmp_path / "model", "glm4_moe", {}, with_embedding)
+    rows = load_config(planned(tmp_path), None).vocab_size
+    for ignored in ("[]", "[model.layers.4.*]"):
+        plan = planned(tmp_path, "model.add_tokens=[<new>]", f"model.ignore_weights={ignored}")
+        bare = skeleton(load_config(plan, rows + 1), plan.recipe.model)
+        with (
+            contextlib.nullcontext() if "4" in ignored else pytest.raises(RecipeError, match=r"layers\.4\.embed_tokens")
+        ):
+            check_weights(bare, plan, safetensors_files(plan))
+
+
 def test_a_tie_that_the_recipe_asks_for_and_the_files_contradict_is_refused(tmp_path: Path) -> None:
     odd_checkpoint(tmp_path / "model", "llama", {}, lambda stored: stored)
     plan = planned(tmp_path, "model.config.tie_word_embeddings=true")
