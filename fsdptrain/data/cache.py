@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -24,9 +23,7 @@ from fsdptrain.run_folder.files import NOTHING_THERE, system_errors, write_atomi
 QUICKLY_READ = 2**26  # bytes; digests of less are not kept
 READ_BYTES = 2**24  # bytes of a file that are read at a time
 CHECKSUM_FILE = "sums.json"
-PARTS_FILE = (
-    "parts.json"  # of a folder that needs others: a list for each, which begins with its KIND/NAME in the cache
-)
+PARTS_FILE = "parts.json"  # of a folder that needs others: a list for each, which begins with its KIND/NAME
 COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
 
 
@@ -35,14 +32,19 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
 
     Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
-    if found := intact_folder(kind, key):  # many ranks may look at once, and do not wait for one another
-        return found
+    if intact_folder(kind, key):  # many ranks may look at once, and do not wait for one another
+        return _folder(kind, key)
     folder = _folder(kind, key)
     with FileLock(f"{folder}.lock"):
-        if not _check_intact(folder):  # another process may have written it while this one waited
+        try:
+            found = is_intact(folder)  # another process may have written it while this one waited
+        except StorageError as error:
+            raise StorageError(
+                f"cannot read the cache on {socket.gethostname()}: {error}; or set FSDPTRAIN_CACHE to another folder"
+            ) from None
+        if not found:
             shutil.rmtree(folder, ignore_errors=True)
             scratch = scratch_beside(folder)
-            remove_leftovers(folder.parent)
             scratch.mkdir()
             try:
                 with full_disk_errors(folder.parent):
@@ -82,29 +84,10 @@ def scratch_beside(path: Path) -> Path:
     return scratch
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes of this host have left in a folder of the cache; one that lives holds a lock."""
-    ending = f".{socket.gethostname()}.tmp"
-    for scratch in folder.glob(f"*{glob.escape(ending)}"):
-        lock = scratch.with_name(f"{scratch.name.removesuffix(ending)}.lock")
-        with contextlib.suppress(Timeout, OSError), FileLock(lock, timeout=0):  # that of another user cannot be opened
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
 def remove_folder(folder: Path) -> None:
     """Remove a folder of the cache, unless another process writes it. One that has its files open can read on."""
     with contextlib.suppress(Timeout, OSError), FileLock(f"{folder}.lock", timeout=0):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_intact(folder: Path) -> bool:
-    """Return whether a prepared folder is intact; raise StorageError, with the host, when it cannot be read."""
-    try:
-        return is_intact(folder)
-    except StorageError as error:
-        raise StorageError(
-            f"cannot read the cache on {socket.gethostname()}: {error}; or set FSDPTRAIN_CACHE to another folder"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -173,7 +156,6 @@ def is_intact(folder: Path, may_read: bool = True) -> bool:
 
 
 def _read_json(file: Path) -> Any:
-    """Return what a file holds, None if it is missing or damaged."""
     try:
         return json.loads(file.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -191,7 +173,6 @@ def _states(folder: Path) -> dict[str, list[int]]:
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return [bytes, CRC-32] of these files."""
     found = {}
     for name in names:
         size = checksum = 0

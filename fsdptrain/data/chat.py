@@ -103,7 +103,6 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _replaced(value: Any, path: Path, other: Any) -> Any:
-    """Return a copy of nested lists and mappings in which one value is replaced."""
     if not path:
         return other
     copy = value.copy()
@@ -112,7 +111,6 @@ def _replaced(value: Any, path: Path, other: Any) -> Any:
 
 
 def _another(value: Any) -> Any:
-    """Return another value of the same type."""
     if isinstance(value, str):
         return "x" if value != "x" else "y"
     return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else 0
@@ -196,7 +194,6 @@ class ConversationRenderer:
             return self._apply_template(messages, None, prompt=True)
 
     def _render(self, messages: list[Message], tools: list[Any] | None, wanted: list[int]) -> Rendered:
-        """Return a conversation as text, and the spans of these messages of the assistant."""
         messages = self._as_template_reads(messages, tools)
         text, trains_all = self._apply_template(messages, tools), self.data.train_on == "all"
         conversation = None
@@ -400,7 +397,6 @@ def earlier_turns_differ(tokenizer: Any, data: Data, rows: list[dict[str, Any]],
 
 
 def _by_turn(spans: list[Span], marks: list[Mark]) -> list[list[Span]]:
-    """Return spans grouped by turn: those without marks of different messages in them or between them are of one."""
     turns = list[list[Span]]()
     for span in spans:
         if marks and turns and len({m.message for m in marks if turns[-1][0][0] <= m.at <= span[1]}) < 2:
@@ -426,14 +422,12 @@ def stop_tokens(tokenizer: Any) -> list[str]:
 
 
 def _is_within(content: Any, text: str) -> bool:
-    """Return whether a text contains a content, but for white space."""
     if not isinstance(content, str) or content.strip() in text:
         return True
     return "".join(content.split()) in "".join(text.split())
 
 
 def _with_arguments_as_text(message: Message) -> Message:
-    """Return a message in which the arguments of calls are JSON text."""
     if not called_tools(message):
         return message
     given = [(call, function_of(call).get("arguments")) for call in message["tool_calls"]]
@@ -488,7 +482,6 @@ def _finishing(messages: list[Message], day: date | None) -> Iterator[None]:
 
 
 def _left_out_error(path: Path, messages: list[Message]) -> DataError:
-    """Return the error for a value that a template leaves out, with a way out."""
     kind, number, *rest = path
     if kind == "tools":
         what = "the tools; use a template that renders `tools`, or remove the column"

@@ -99,10 +99,6 @@ class Unread:
             if key not in known and key not in self.template_keys and key.lower() not in HARMLESS:
                 self.add(f"key {shortened(key)!r} of {owner} is not read", place)
 
-    def tool_role(self, role: str) -> str:
-        """Return the role of a tool's answer that the template knows; as it is written if it knows none of them."""
-        return next((each for each in TOOL_ROLES if each in self.template_roles), role)
-
 
 def parsed(value: Any) -> Any:
     """Return the value of the JSON text of a list or an object; anything else as it is."""
@@ -204,8 +200,8 @@ def _take(mapping: dict[str, Any], keys: tuple[str, ...]) -> Any:
 def _role(written: str, is_sharegpt: bool, at: str, place: str, unread: Unread) -> str:
     """Return the role of chat templates for a name of it; one that is not known stays, and is counted."""
     role = ROLES.get(written.strip().lower())
-    if role == "tool":
-        return unread.tool_role(written.strip().lower())
+    if role == "tool":  # the name that the template knows; as it is written if it knows none of them
+        return next((each for each in TOOL_ROLES if each in unread.template_roles), written.strip().lower())
     if role is None and is_sharegpt:
         raise DataError(f"{at}: unknown speaker {shortened(repr(written))}; known: {', '.join(ROLES)}")
     if role is None and written not in unread.template_roles:
@@ -214,7 +210,6 @@ def _role(written: str, is_sharegpt: bool, at: str, place: str, unread: Unread) 
 
 
 def _weight(message: Message, role: str, at: str) -> dict[str, int]:
-    """Take from a message what says whether it is trained, under any name, and return it as `weight`: 1 or 0."""
     weights = dict[int, str]()
     for key in [key for key in message if key in (*TRAINED_IF, *MASKED_IF, *UNCLEAR_FLAGS)]:
         value = message.pop(key)
@@ -230,7 +225,6 @@ def _weight(message: Message, role: str, at: str) -> dict[str, int]:
 
 
 def _text_parts(content: list[Any], at: str) -> list[dict[str, str]]:
-    """Return the parts of a content, all of type text, without other keys; raises DataError for other parts."""
     for number, part in enumerate(content, 1):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -292,7 +286,6 @@ def read_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str, A
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as {type: function, function: {name, description, parameters}}; one without a name as it is."""
     function = parsed(tool.get("function"))
     if not isinstance(function, dict):
         if not isinstance(tool.get("name"), str):
@@ -386,7 +379,6 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checke
 
 
 def _checked_as_text(row: dict[str, Any], place: str) -> Checked:
-    """Return a row and its characters; raise DataError for what no tokenizer accepts, or only with much memory."""
     text = json.dumps({name: value for name, value in row.items() if name != "place"}, ensure_ascii=False, default=str)
     if len(text) > MAX_ROW:
         raise DataError(
@@ -420,7 +412,6 @@ def _until_broken(rows: Iterator[Checked | DataError]) -> Iterator[Checked]:
 
 
 def _named_columns(data: Data, fields: Iterable[str]) -> dict[str, list[str]]:
-    """Return the columns behind each of these fields of the recipe's format; several are joined."""
     return {field: places(data.columns.get(field, field)) for field in fields}
 
 
@@ -479,30 +470,19 @@ def _label_of_answers(source: Source) -> str | None:
 
 
 def unknown_columns_error(path: DataPath) -> DataError:
-    """Return the error for data whose columns match no format: how to name them, with an example of its own columns."""
+    """Return the error for data whose columns match no format: which each of them needs."""
     source = first_source(path)
     formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
     return DataError(f"{source.name}: its columns match no format ({formats}); {_columns_and_format(source)}")
 
 
 def _columns_and_format(source: Source) -> str:
-    """Return the columns of a source and how they are read; if that is not known, an example of how to name them."""
-    available = source.columns
     likely = likely_format(source)
-    if likely is not None:
-        form, columns = likely
-        named = f", columns: {yaml_text(columns)}" if columns else ""
-        return f"columns: {listed(available)}. They fit data: {{format: {form}{named}}}"
-    row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
-    texts = [name for name in available if isinstance(row.get(name), str)]
-    lists = [name for name in available if isinstance(row.get(name), list)]
-    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
-    form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
-    example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
-    return (
-        f"columns: {listed(available)}. Name those to read in data.columns of a recipe, for example data: "
-        f"{{format: {form}, columns: {yaml_text(example)}}}"
-    )
+    if likely is None:
+        return f"columns: {listed(source.columns)}. Name those to read in data.columns"
+    form, columns = likely
+    named = f", columns: {yaml_text(columns)}" if columns else ""
+    return f"columns: {listed(source.columns)}. They fit data: {{format: {form}{named}}}"
 
 
 def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
@@ -516,7 +496,6 @@ def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, 
 
 
 def _system_text(columns: Columns, row: dict[str, Any], place: str) -> str:
-    """Return the text in the column of system prompts; empty without one."""
     text = next((row[name] for name in columns.get("system", []) if row.get(name) is not None), "")
     return text and _check_text(row, *columns["system"], place=place)
 
@@ -555,7 +534,6 @@ def _count_untrained(messages: list[Message], given: Any, place: str, unread: Un
 def _conversation(
     columns: Columns, messages: list[Message], row: dict[str, Any], place: str, unread: Unread, field: str
 ) -> dict[str, Any]:
-    """Return messages as a field of a row, behind the row's system prompt, with its tools and its place."""
     if system := _system_text(columns, row, place):
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
@@ -619,7 +597,6 @@ def _prompt_and_answers(
 
 
 def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str:
-    """Return the text in a column and the non-empty texts in `more`, joined by an empty line."""
     if column not in row:
         raise DataError(f"{place}: this row has no {column!r}; it has: {listed(row)}")
     value = row[column]

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from fsdptrain.config.mixture import prompt_source
 from fsdptrain.config.schema import Data, Recipe
 from fsdptrain.data.chat import ConversationRenderer
-from fsdptrain.data.columns import common_prefix_length, prompt_and_trained
+from fsdptrain.data.columns import prompt_and_trained
 from fsdptrain.data.turn_spans import Message, Span
 from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_panic
 from fsdptrain.text import counted
@@ -55,7 +55,7 @@ class Encoder:
         self, tokenizer: Any, data: Data, day: date | None = None, tick: Callable[[], None] = lambda: None
     ) -> None:
         self.tokenizer, self.data, self.tick = tokenizer, data, tick
-        self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        self.backend: Tokenizer = tokenizer.backend_tokenizer
         if tokenizer.eos_token_id is None:
             raise DataError("model.tokenizer: has no end-of-sequence token, which every row has to end with")
         self.eos = int(tokenizer.eos_token_id)
@@ -65,7 +65,7 @@ class Encoder:
         found = tokenizer.added_tokens_decoder
         self.added_ids = frozenset(found)
         self.taking_space = tuple(token.content for token in found.values() if token.rstrip)
-        self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
+        self.continuing = _without_prefix_space(self.backend)
         self.render_conversation: ConversationRenderer | None = None
         if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template):
             self.render_conversation = ConversationRenderer(tokenizer, data, day)
@@ -91,7 +91,6 @@ class Encoder:
                 self.dropped += 1
 
     def _texts(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode the fields of a row as one text, of which the last field, or all, is trained."""
         parts = [prompt_and_trained(row, self.data) for row in rows]
         texts = [prompt + trained for prompt, trained in parts]
         if self.data.train_on == "all" or not self.data.format.has_prompt:
@@ -113,7 +112,6 @@ class Encoder:
             yield from itertools.islice(encoded, len(made))
 
     def _pairs(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode each row as two: its prompt with the chosen answer, then with the rejected one."""
         parts = [(row, row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")]
         spans_of: list[list[Span]] = []
         texts = []
@@ -139,16 +137,13 @@ class Encoder:
         return (ids, mask) if ids[-1:] == [self.eos] else ([*ids, self.eos], mask + b"\1")
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
-        if self.backend is not None:  # without offsets and attention masks: takes half the time
-            return (found.ids for found in encoded_apart(self.backend.encode_batch_fast, texts, self.tick))
-        encoded: list[list[int]] = encoded_apart(self.tokenizer, texts, self.tick, verbose=False).input_ids
-        return encoded
+        # Without offsets and attention masks, which takes half the time.
+        return (found.ids for found in encoded_apart(self.backend.encode_batch_fast, texts, self.tick))
 
     def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
         """Encode texts; the tokens inside one of a text's spans are trained."""
         edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
-        locate = self._locate if self.backend is not None else self._locate_without_offsets
-        for (ids, counts), edges, spans in zip(locate(texts, edges_of), edges_of, spans_of, strict=True):
+        for (ids, counts), edges, spans in zip(self._locate(texts, edges_of), edges_of, spans_of, strict=True):
             before = dict(zip(edges, counts, strict=True))
             mask = bytearray(len(ids))
             for a, b in spans:
@@ -156,8 +151,6 @@ class Encoder:
             yield ids, bytes(mask)
 
     def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
-        """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
-        assert self.backend is not None
         for found, text, wanted in zip(
             encoded_apart(self.backend.encode_batch, texts, self.tick), texts, edges_of, strict=True
         ):
@@ -204,7 +197,6 @@ class Encoder:
 
         Some also put it behind every added token; there the text is encoded together with that token.
         """
-        assert self.continuing is not None
         if (stripped := before.rstrip()).endswith(self.taking_space):
             before = stripped
         if before.endswith(self.added):
@@ -215,19 +207,9 @@ class Encoder:
         ids: list[int] = encoded_apart(self.continuing.encode_batch_fast, [head], self.tick)[0].ids
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
-    def _locate_without_offsets(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
-        """Locate edges without offsets (a tokenizer in Python has none): compare with the tokens of the text before."""
-        for text, edges in zip(texts, edges_of, strict=True):
-            ids = self._encode_one(text)
-            counts = [
-                common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
-                for edge in edges
-            ]
-            yield ids, counts
-
 
 def encoded_apart(
-    encode: Callable[..., Any], texts: Sequence[str], tick: Callable[[], None] = lambda: None, **how: Any
+    encode: Callable[..., Any], texts: Sequence[str], tick: Callable[[], None] = lambda: None, specials: bool = False
 ) -> Any:
     """Return what `encode` makes of some texts in another thread, so that this one handles signals and calls `tick`.
 
@@ -237,7 +219,7 @@ def encoded_apart(
 
     def work() -> None:
         try:
-            found.set_result(encode(texts, **{"add_special_tokens": False, **how}))
+            found.set_result(encode(texts, add_special_tokens=specials))
         except BaseException as error:
             found.set_exception(error)
 
@@ -248,7 +230,7 @@ def encoded_apart(
     if error is None or not is_panic(error):
         return found.result()
     for text in texts if len(texts) > 1 else ():  # find the one
-        encoded_apart(encode, [text], tick, **how)
+        encoded_apart(encode, [text], tick, specials)
     raise DataError(
         f"model.tokenizer: its rules fail ({first_line(error)}) on a text that begins {texts[0][:120]!r}: remove the "
         "text, or use another tokenizer"
@@ -299,13 +281,12 @@ def evaluated_prompts(recipe: Recipe, tokenizer: Any, day: date | None = None) -
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
-    plain, whole = (encoded_apart(tokenizer, ["a"], add_special_tokens=added).input_ids[0] for added in (False, True))
+    plain, whole = (encoded_apart(tokenizer, ["a"], specials=added).input_ids[0] for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return [int(token) for token in whole[:at]]
 
 
 def _without_prefix_space(backend: Tokenizer) -> Tokenizer:
-    """Copy the tokenizer without the rules that put a space before a text."""
 
     def spaceless(rule: Any) -> Any:
         if isinstance(rule, list):

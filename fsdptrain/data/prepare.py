@@ -12,7 +12,6 @@ import json
 import math
 import os
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
@@ -24,10 +23,18 @@ from fsdptrain.config.mixture import describe_readings, reading, readings, sourc
 from fsdptrain.config.paths import DataPath, cache_root, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.corpus import Corpus, EncodedRows, Interleave, Mixture, Stream
+from fsdptrain.data.corpus import (
+    Corpus,
+    EncodedRows,
+    Interleave,
+    Ints,
+    Mixture,
+    Stream,
+    cut_and_pack,
+    split_pairs,
+)
 from fsdptrain.data.encode import OF_TURNS
 from fsdptrain.data.hub import go_offline_if_unreachable
-from fsdptrain.data.pack import Ints, cut_and_pack, split_pairs
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date, pinned_windows
 from fsdptrain.data.sources import (
     DIGEST_FILE,
@@ -40,12 +47,19 @@ from fsdptrain.data.sources import (
 )
 from fsdptrain.data.token_store import TokenArray, encode_parts, join, parts_of, token_key, unread_in
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.data.windows import WindowRead, Windows, WindowStream, of_first_window, of_window, windows_note
+from fsdptrain.data.windows import (
+    WindowStream,
+    estimated_length,
+    of_first_window,
+    of_window,
+    place_in_window,
+    windows_note,
+)
 from fsdptrain.errors import DataError, listed
 from fsdptrain.plan.plan import LAYOUT, Plan
 from fsdptrain.processes import Child, records_of_parent
 from fsdptrain.run_folder.events import Progress
-from fsdptrain.text import counted, duration, rate, share, size
+from fsdptrain.text import counted, share, size
 
 NICENESS = 19  # of the process that prepares the next window
 
@@ -55,28 +69,30 @@ def open_stream(
 ) -> tuple[Stream, list[int], Corpus | Mixture]:
     """Return what `prepare` returns; with several windows (`data.window`), of the one in which the run continues.
 
-    Raises as `prepare` does, and as `Windows.open`.
+    Raises as `prepare` does, and as `WindowStream.part`.
     """
-    of_first, files = of_first_window(plan)
-    if len(files) == 1:
+    of_first, windows = of_first_window(plan)
+    if len(windows) == 1:
         return prepare(of_first, tokenizer, progress, count_padding, day)
 
-    def make(number: int, progress: Progress) -> Corpus:
-        stream, *_ = prepare(_alone(plan, files[number]), tokenizer, progress, count_padding, day)
+    def make(number: int) -> Corpus:
+        stream, *_ = prepare(_alone(plan, windows[number]), tokenizer, lambda *_: None, count_padding, day)
         return stream.part(0)
 
     listing, pinned = quick_fingerprint(plan.data_path, 0), pinned_windows(plan.rundir)
-    read = pinned["read"] if pinned.get("files") == listing else []  # else the run is refused, if it is resumed
-    known = [WindowRead(sequences=each["sequences"], tokens=each["tokens"]) for each in read]
-    windows = Windows(files, make, known)
+    known = pinned["read"] if pinned.get("files") == listing else []  # else the run is refused, if it is resumed
     made = max(plan.rundir.checkpoint_steps(), default=0) * plan.recipe.train.global_batch_size
-    number = next(iter(windows.known_at([made])), len(known))
+    place = place_in_window(known, len(windows), made)
+    number = place[1] if place else len(known)
+    opened, held_out, eval_corpus = prepare(of_window(plan, windows[number]), tokenizer, progress, count_padding, day)
+    corpus = opened.part(0)
     # What identifies the data is of the first window, and so is the size of the whole: every start finds the same.
-    windows.open(number, progress)
-    first, held_out, eval_corpus = prepare(of_window(plan, files[number]), tokenizer, progress, count_padding, day)
+    first: dict[str, Any] = known[0] if known else {"sequences": len(corpus), "tokens": corpus.digest}
     # Its files are not opened, which would keep them on the disk after the window has left the cache.
-    corpus = dataclasses.replace(first.part(0), fingerprint=listing, digest=known[0]["tokens"])
-    stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), windows.estimated_length(), windows)
+    corpus = dataclasses.replace(corpus, fingerprint=listing, digest=first["tokens"])
+    length = estimated_length(windows, first["sequences"])
+    stream = WindowStream(corpus, plan.recipe.seed, Interleave((1,), 0), length, windows, make, known)
+    stream.part(number)
     return stream, held_out, eval_corpus
 
 
@@ -266,17 +282,13 @@ def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None =
         Corpus(
             **vars(rows)
             | {"notes": notes}
-            | {part: _array(folder / f"{name}-{kind}.npy") for part, kind in _PACKED.items()}
+            | {part: np.load(folder / f"{name}-{kind}.npy", mmap_mode="r") for part, kind in _PACKED.items()}
         )
         for name in names
     ]
 
 
 _PACKED = {"pieces": "pieces", "offsets": "blocks", "labels": "labels"}  # field of `Corpus` → its file in the cache
-
-
-def _array(path: Path) -> Any:
-    return np.load(path, mmap_mode="r")
 
 
 def choose_held_out(
@@ -342,22 +354,6 @@ def open_rows(
 _OF_ROWS: dict[str, Any] = {"ends": np.int64, "lengths": np.uint32, "conversations": np.uint32}
 
 
-class _Watch:
-    """Passes progress on, and measures how many rows were encoded, without those in the cache, and for how long."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.rows, self.seconds = progress, 0, 0.0
-        self._last = (0, time.monotonic())
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage == "tokenise":
-            if done:
-                self.rows, self.seconds = self.rows + done - self._last[0], self.seconds + now - self._last[1]
-            self._last = (done, now)
-        self.progress(stage, done, total)
-
-
 def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Tokenise and pack the data of a plan, of several windows the first, into the cache; return what it became.
 
@@ -365,21 +361,19 @@ def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
     """
     go_offline_if_unreachable(plan, progress)
     plan, windows = of_first_window(pin_commits(plan, plan.rundir, keep=False))
-    tokenizer, watch = load_tokenizer(plan, progress), _Watch(progress)
+    tokenizer = load_tokenizer(plan, progress)
     day = pin_date(plan, tokenizer, plan.rundir, keep=False)
-    stream, held_out, eval_corpus = prepare(plan, tokenizer, watch, day=day)
+    stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, day=day)
     packed = [corpus for mixed in (stream.corpus, eval_corpus) for corpus in mixed.parts]
     made = list({corpus.name: corpus for corpus in packed}.values())
-    rows, tokens = (sum(corpus.notes[name] for corpus in made) for name in ("rows", "tokens"))
     arrays = [array for corpus in made for array in (corpus.tokens, corpus.trained, corpus.ends, corpus.lengths)]
     arrays += [array for corpus in packed for array in (corpus.pieces, corpus.labels)]
     lost, divided = row_notes(plan, stream.corpus, eval_corpus)
     if len(windows) > 1:
         divided.append(f"{windows_note(windows, len(stream))}: only the first is prepared")
     return {
-        "rows": rows, "tokens": tokens, "label_tokens": sum(corpus.notes["label_tokens"] for corpus in made),
-        "sequences": len(stream), "eval_sequences": len(held_out), "encoded_rows": watch.rows,
-        "seconds": watch.seconds, "tokens_per_s": tokens * watch.rows / rows / watch.seconds if watch.rows else None,
+        **{name: sum(corpus.notes[name] for corpus in made) for name in ("rows", "tokens", "label_tokens")},
+        "sequences": len(stream), "eval_sequences": len(held_out),
         "cache": str(cache_root()), "host": socket.gethostname(), "bytes": sum(array.nbytes for array in arrays),
         "notes": [*lost, *divided, *([date_note(day)] if day else [])],
     }  # fmt: skip
@@ -387,14 +381,7 @@ def prepare_ahead(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 def prepared_lines(made: dict[str, Any], seq_len: int) -> Iterator[str]:
     """Yield what `prepare_ahead` returned, for a reader."""
-    found = "all of it was in the cache"
-    if made["encoded_rows"]:
-        known = made["rows"] - made["encoded_rows"]
-        found = (
-            f"{rate(made['tokens_per_s'])}, {duration(made['seconds'])}"
-            + f"; {known:,} rows were in the cache" * bool(known)
-        )
-    yield f"{counted(made['rows'], 'row')}, {made['tokens']:,} tokens, {made['label_tokens']:,} trained ({found})"
+    yield f"{counted(made['rows'], 'row')}, {made['tokens']:,} tokens, {made['label_tokens']:,} trained"
     held_out = f"; {made['eval_sequences']:,} held out" if made["eval_sequences"] else ""
     yield f"{counted(made['sequences'], 'sequence')} of {seq_len:,} tokens{held_out}"
     yield f"{size(made['bytes'])} in {made['cache']} on {made['host']}; another host needs a cache of its own"

@@ -10,6 +10,7 @@ ETag: a copy that has all three is used again, so that a later start lists the o
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
 import errno
@@ -22,9 +23,8 @@ import re
 import shutil
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,10 +35,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fsdptrain.config.paths import COMPRESSED, DATA_SUFFIXES, data_kind
-from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, key_digest, remove_leftovers, scratch_beside
+from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, key_digest, scratch_beside
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, first_line, shortened
 from fsdptrain.run_folder.events import Progress
 from fsdptrain.run_folder.storage import ObjectPath, object_path, store_errors
@@ -51,7 +51,7 @@ MOST_BROKEN = 10  # rows that a message lists
 READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
 MAX_JSON = 2**30  # bytes of a line, and of a file that is one row or JSON value, which have to be read whole
 REQUEST_BYTES = 2**24  # of an object, by one request
-AT_ONCE = 8  # objects that are downloaded at the same time
+AT_ONCE = 8  # requests at the same time
 POLL_S = 0.25  # between two reports of progress
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
 
@@ -214,15 +214,12 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _open_bytes(file: DataFile) -> io.BufferedIOBase:
-    """Open a file for reading its decompressed bytes, which raises OSError where compressed data is damaged or cut."""
-    kind = next((kind for suffix, kind in COMPRESSED.items() if file.name.lower().endswith(suffix)), None)
-    return io.BufferedReader(pa.input_stream(str(file.path), compression=kind)) if kind else file.path.open("rb")
-
-
 def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) without a byte order mark, decompressed; raises DataError for what is not UTF-8."""
-    with file_errors(file), _open_bytes(file) as stream:
+    kind = next((kind for suffix, kind in COMPRESSED.items() if file.name.lower().endswith(suffix)), None)
+    with file_errors(file):  # Arrow raises OSError where compressed data is damaged or cut
+        opened = io.BufferedReader(pa.input_stream(str(file.path), compression=kind)) if kind else file.path.open("rb")
+    with file_errors(file), opened as stream:
         if start != BEGIN:
             stream.seek(start[0])
         lines = iter(partial(stream.readline, MAX_JSON + 1), b"")
@@ -291,7 +288,6 @@ def _object_or_broken(value: Any, place: str) -> dict[str, Any] | DataError:
 
 
 def _columns_of_first(rows: Rows) -> list[str]:
-    """Return the columns of the first rows that are not broken; raise DataError if all that are read are broken."""
     broken: list[DataError] = []
     columns: dict[str, None] = {}
     try:
@@ -311,7 +307,6 @@ def _columns_of_first(rows: Rows) -> list[str]:
 
 
 def _table(file: DataFile, strict: bool = False) -> Any:
-    """Return a reader of a table; it is divided at tabs in .tsv, else at commas, or what the first line has instead."""
     first = re.sub(r'"[^"]*"', "", next((line for _, line in _lines(file)), ""))
     order = "\t" if data_kind(file.name) == ".tsv" else ",;\t"
     delimiter = next((mark for mark in order if mark in first), order[0])
@@ -433,68 +428,51 @@ def _data_errors(place: object, if_missing: DataError) -> Iterator[None]:
 
 def _find(root: ObjectPath) -> dict[str, DataObject]:
     """Return the objects behind a path or a glob by their keys; raises FileNotFoundError when nothing is there."""
+    folder = "/".join(itertools.takewhile(lambda part: not has_magic(part), root.key.split("/")))
     try:
-        matched = {root.key: root.fs.info(root.key)}
-    except (FileNotFoundError, PermissionError) as error:
-        if "bucket does not exist" in str(error):
+        listed = root.fs.find(folder, detail=True)
+    except PermissionError:  # a user may have the right to read an object, and none to list others
+        if folder != root.key:
             raise
-        matched = _matching(root)
-        # A user may have the right to read what is in a folder, and none for the folder's own name.
-        if not matched and isinstance(error, PermissionError) and root.fs.find(root.key):
-            matched = {root.key: {"type": "directory"}}
-        if not matched:
-            raise
-    found = {}
-    folders = {key for key, info in matched.items() if info["type"] != "file"}
-    for key, info in matched.items():
-        if key in folders and any(key.startswith(f"{folder}/") for folder in folders):
-            continue  # it is listed with that folder
-        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: info}
-        for name, each in below.items():
-            if (name == key or data_kind(name)) and not name.endswith("/"):
-                found[name] = DataObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
-                if not found[name].etag:
-                    raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
+        listed = {folder: root.fs.info(folder)}
+    matches = _matcher(root.key)
+    found, names = dict[str, DataObject](), dict[str, set[str]]()
+    for key, info in listed.items():
+        parts = key.split("/")
+        above = ["/".join(parts[:number]) for number in range(folder.count("/") + 1, len(parts))]
+        if not matches(key) and not any(map(matches, above)):
+            continue
+        names.setdefault(above[-1] if above else "", set()).add(parts[-1])
+        if (matches(key) or data_kind(key)) and parts[-1]:
+            place = ObjectPath(root.fs, key)
+            found[key] = DataObject(place, info["size"], _etag(info))
+            if not found[key].etag:
+                raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
+    if not names:
+        raise FileNotFoundError(root.key)
+    for parent, inside in names.items():
+        reject_saved_to_disk(ObjectPath(root.fs, parent), inside)
     return found
 
 
-def _list_folder(folder: ObjectPath) -> dict[str, Any]:
-    """Return the objects below a folder; raises DataError where save_to_disk has written it."""
-    below: dict[str, Any] = folder.fs.find(folder.key, detail=True)
-    names: dict[str, set[str]] = {}
-    for key in below:
-        parent, _, name = key.rpartition("/")
-        names.setdefault(parent, set()).add(name)
-    for parent, inside in names.items():
-        reject_saved_to_disk(ObjectPath(folder.fs, parent), inside)
-    return below
-
-
-def _matching(root: ObjectPath) -> dict[str, Any]:
-    """Return the matches of a glob without those in which a wildcard stands for a name that starts with a dot."""
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Return whether a key is the one of a path, or matches a glob; `*` matches no name that starts with a dot."""
     import fsspec
 
-    if not has_magic(root.key):
-        return {}
+    if not has_magic(pattern):
+        return pattern.__eq__
     # Beside other characters, ** is the same as *; fsspec refuses it.
-    pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in root.key.split("/"))
-    try:
-        matched = root.fs.glob(pattern, detail=True)
-    except PermissionError:  # glob requests the folder's own name, a listing of all that is below does not
-        fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), pattern.split("/")))
-        matches = re.compile(fsspec.utils.glob_translate(pattern)).match
-        listed = root.fs.find(fixed, withdirs=True, detail=True)
-        matched = {key: info for key, info in listed.items() if matches(key)}
-    named = [part for part in pattern.split("/") if part.startswith(".")]
+    pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
+    dotted = [part for part in pattern.split("/") if part.startswith(".")]
+    match = re.compile(fsspec.utils.glob_translate(pattern)).match
 
     def is_seen(part: str) -> bool:
-        return not part.startswith(".") or any(fnmatchcase(part, each) for each in named)
+        return not part.startswith(".") or any(fnmatchcase(part, each) for each in dotted)
 
-    return {key: info for key, info in matched.items() if all(map(is_seen, key.split("/")))}
+    return lambda key: bool(match(key)) and all(map(is_seen, key.split("/")))
 
 
 def _etag(info: dict[str, Any]) -> str:
-    """Return the ETag in what a store reports about an object; libraries spell it in two ways, some add quotes."""
     return str(info.get("ETag") or info.get("etag") or "").strip('"')
 
 
@@ -507,10 +485,9 @@ def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -
     if all(each.is_here for each in objects):
         return
     folder, name = cache_dir("objects"), key_digest(str(objects[0].place))
-    with _locked(folder / f"{name}.lock", objects, progress):
+    with FileLock(folder / f"{name}.lock"):
         missing = [each for each in objects if not each.is_here]
         scratch = scratch_beside(folder / name)
-        remove_leftovers(folder)
         if not missing:
             return
         needed, free = sum(each.size for each in missing), shutil.disk_usage(folder).free
@@ -527,57 +504,33 @@ def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(path: Path, objects: Sequence[DataObject], progress: Progress) -> Iterator[None]:
-    """Hold a lock; while another process holds it, report what that one has completed, so that a stop ends the wait."""
-    lock, total = FileLock(path), sum(each.size for each in objects)
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=POLL_S)
-        except Timeout:
-            _report(progress, sum(each.size for each in objects if each.is_here), total)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _report(progress: Progress, received: int, total: int) -> None:
+def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) -> None:
+    """Download objects into `scratch`, with AT_ONCE requests at a time, and rename each when it is complete."""
+    total, received = sum(each.size for each in objects), 0
     unit, bytes_of_unit = ("MiB", 2**20) if total > 10 * 2**20 else ("KiB", 2**10)
     whole = -(-total // bytes_of_unit)
-    progress(f"downloading data ({unit})", received // bytes_of_unit if received < total else whole, whole)
 
+    def report() -> None:
+        done = received // bytes_of_unit if received < total else whole
+        progress(f"downloading data ({unit})", done, whole)
 
-def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) -> None:
-    """Download objects into `scratch`, AT_ONCE at a time, and rename each when it is complete."""
-    total, received, stop, lock = sum(each.size for each in objects), [0], threading.Event(), threading.Lock()
-
-    def copy(number: int) -> None:
-        each, path = objects[number], scratch / str(number)
-        with path.open("wb") as file:
-            for start in range(0, each.size, REQUEST_BYTES):
-                if stop.is_set():
-                    return
-                data = _read(each, start)
-                file.write(data)
-                with lock:
-                    received[0] += len(data)
-            os.fsync(file.fileno())
-        _reject_changed(each, path.stat().st_size)
-        path.replace(each.copy)
-
-    _report(progress, 0, total)
+    report()
+    requests = ((each, start) for each in objects for start in range(0, each.size, REQUEST_BYTES))
     with ThreadPoolExecutor(AT_ONCE, "download") as pool:
-        try:
-            waiting = {pool.submit(copy, number) for number in range(len(objects))}
-            while waiting:
-                done, waiting = wait(waiting, POLL_S, FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
-                _report(progress, received[0], total)
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+        sent = collections.deque(pool.submit(_read, *request) for request in islice(requests, AT_ONCE))
+        for each in objects:
+            path = scratch / each.copy.name
+            with path.open("wb") as file:
+                for _ in range(0, each.size, REQUEST_BYTES):
+                    while not wait([sent[0]], POLL_S).done:
+                        report()
+                    received += file.write(sent.popleft().result())
+                    sent.extend(pool.submit(_read, *request) for request in islice(requests, 1))
+                file.flush()
+                os.fsync(file.fileno())
+            _reject_changed(each, path.stat().st_size)
+            path.replace(each.copy)
+            report()
 
 
 def _read(each: DataObject, start: int) -> bytes:

@@ -96,14 +96,13 @@ def _pinned_before(rundir: RunDir) -> Pinned:
         return {}
     try:
         written = read_object(path)
-        found: Pinned = {}
-        if rundir.checkpoint_steps() or written["start"] == _newest_start(rundir):
-            if "commits" in written:
-                found["commits"] = {name: _check_commit(commit) for name, commit in written["commits"].items()}
-            if "date" in written:
-                found["date"] = datetime.date.fromisoformat(written["date"]).isoformat()
-            if "windows" in written:
-                found["windows"] = {"files": str(written["windows"]["files"]), "read": list(written["windows"]["read"])}
+        if not rundir.checkpoint_steps() and written["start"] != _newest_start(rundir):
+            return {}
+        if "date" in written:
+            datetime.date.fromisoformat(written["date"])
+        for commit in written.get("commits", {}).values():
+            if commit is not None and not COMMIT.fullmatch(commit):
+                raise ValueError(f"{commit!r:.60} is not a commit")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         words = str(error).removeprefix(f"{path}: ")
         reason = words if isinstance(error, ValueError) else "it is not what a run writes there"
@@ -111,15 +110,8 @@ def _pinned_before(rundir: RunDir) -> Pinned:
             f"{path} cannot be read ({reason}), so the commit of the data or the date of the chat template is not "
             "known: restore it, or delete it and set data.revision to the commit"
         ) from None
-    return found
-
-
-def _check_commit(commit: str | None) -> str | None:
-    if commit is not None and not COMMIT.fullmatch(commit):
-        raise ValueError(f"{commit!r:.60} is not a commit")
-    return commit
+    return {name: written[name] for name in ("commits", "date", "windows") if name in written}
 
 
 def _newest_start(rundir: RunDir) -> int:
-    """Return the number of the newest start of the command, each of which stores its plan."""
     return max((int(path.stem) for path in rundir.plans.glob("*.json") if path.stem.isdigit()), default=0)

@@ -62,14 +62,6 @@ DESCRIPTIONS = frozenset(
 )
 
 
-def _split_of(name: str) -> str:
-    """Return the split of a file by its path below a folder: that of a shard, else a kind, first of the folders."""
-    *folders, file = name.split("/")
-    if shard := SHARD.match(file):
-        return shard[1]
-    return next((kind for part in (*folders, file) if (kind := _kind_of(part))), "")
-
-
 def _kind_of(name: str) -> str:
     """Return the kind of split that a word in a name stands for: that of `train_sft` is `train`; empty for none."""
     words = {*re.split(r"[-._ 0-9]+", name.lower())}
@@ -97,14 +89,8 @@ def _pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
     """Return the path of one file, or a glob that matches these files and no others; None if that is not found."""
     if len(names) == 1:
         return next(iter(names))
-    folder, _, beginning = os.path.commonprefix([*names]).rpartition("/")  # noqa: RUF071
-    file = os.path.commonprefix([name.rpartition("/")[2] for name in names]).rstrip(string.digits)  # noqa: RUF071
-    if not any(other.startswith(f"{folder}/{beginning.rstrip(string.digits)}") for other in others):
-        return f"{folder}/{beginning.rstrip(string.digits)}*"
-    below = (other for other in others if other.startswith(f"{folder}/"))
-    if not file or any(other.rpartition("/")[2].startswith(file) for other in below):
-        return None
-    return f"{folder}/**/{file}*"
+    beginning = os.path.commonprefix([*names]).rstrip(string.digits)  # noqa: RUF071
+    return None if any(other.startswith(beginning) for other in others) else f"{beginning}*"
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -197,7 +183,6 @@ def _load_data_set(data: HubData, commit: str | None) -> Any:
 
 
 def _commits_of(opened: Any) -> set[str]:
-    """Return the commits in the paths of the files that a data set of `datasets` was loaded from."""
     return {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
 
 
@@ -212,10 +197,14 @@ def data_files(path: str) -> list[Path]:
     Raises DataError for a folder that cannot be read, and for a pipe, a device or a broken link with the name of a data
     file: a reader would wait for the first two, and rows would be missing without notice because of the third.
     """
+
+    def raise_unreadable(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+
     found = {Path(name) for name in matching_paths(path)}
     files = {each for each in found if not os.path.isdir(each)}  # noqa: PTH112
     for each in found - files:
-        for folder, _, names in os.walk(each, onerror=_raise_unreadable):
+        for folder, _, names in os.walk(each, onerror=raise_unreadable):
             reject_saved_to_disk(folder, names)
             files |= {Path(folder, name) for name in names}
     wanted = sorted(file for file in files if data_kind(file.name) or file in found)
@@ -223,10 +212,6 @@ def data_files(path: str) -> list[Path]:
         if not os.path.isfile(file):  # noqa: PTH113  (Path's raises where a folder may not be entered)
             raise DataError(f"{file} is not a readable regular file")
     return wanted
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def _found(path: DataPath) -> list[DataFile | DataObject]:
@@ -255,7 +240,11 @@ def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
         inside = name.removeprefix(folder)
         parts = inside.split("/")
         if inside == name or not (parts[-1].lower() in DESCRIPTIONS or any(p.startswith((".", "__")) for p in parts)):
-            splits.setdefault("" if inside == name else _split_of(inside), {})[name] = each
+            split = ""
+            if inside != name:  # that of a shard, else a kind, first of the folders
+                shard = SHARD.match(parts[-1])
+                split = shard[1] if shard else next(filter(None, map(_kind_of, parts)), "")
+            splits.setdefault(split, {})[name] = each
     return splits
 
 
@@ -392,7 +381,6 @@ def _state(file: DataFile) -> list[Any]:
 
 
 def _content(file: DataFile) -> Content:
-    """Read a file, once."""
     cuts: list[Cut] = []
     with file_errors(file), file.path.open("rb") as stream:
         if not file.name.lower().endswith(JSON_LINES):  # in other types a line need not begin a row
@@ -457,7 +445,6 @@ def first_source(path: DataPath) -> Source:
 
 
 def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[tuple[DataFile, Source]]:
-    """Open one file after another, without those that are empty; raise DataError if all of them are."""
     empty = []
     opened = False
     for file in files:
@@ -475,7 +462,6 @@ def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[tuple[D
 
 
 def _downloaded(found: DataFile | DataObject) -> DataFile:
-    """Return a file that can be read; an object is downloaded first."""
     if isinstance(found, DataFile):
         return found
     fetch([found])
@@ -489,10 +475,6 @@ def _check_places(path: DataPath) -> None:
             continue
         if not URL.fullmatch(place) and not Path(place).exists():
             raise NoData(f"data.path: {shortened(place)!r} was not found")
-        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
-
-
-def _conversion_hint(folder: str) -> str:
-    """Return how to convert a file of a folder that has no supported one, as the end of a message."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
-    return next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")
+        names = sorted(os.listdir(place)) if os.path.isdir(place) else []  # noqa: PTH112, PTH208
+        hint = next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")
+        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){hint}")

@@ -10,13 +10,11 @@ rows are cut: all others are read from the folders of the parts.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,9 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +33,7 @@ from fsdptrain.data.cache import PARTS_FILE, cached_folder, intact_folder
 from fsdptrain.data.chat import stop_tokens
 from fsdptrain.data.columns import Unread, read_rows
 from fsdptrain.data.encode import OF_TURNS, TRAINED, Encoder
-from fsdptrain.data.readers import BEGIN, PART_BYTES, BrokenRows, Cut, DataFile, Source
+from fsdptrain.data.readers import BEGIN, PART_BYTES, Cut, DataFile, Source
 from fsdptrain.data.sources import (
     DIGEST_FILE,
     Content,
@@ -69,7 +65,6 @@ POOLED = 2**25  # bytes to encode from which on more processes are worth their s
 POLL_S = 0.2  # between two reports of what the processes have done
 
 Array = np.ndarray[Any, Any]
-Run = Callable[[str, Sequence[tuple[Any, ...]], Callable[[], None]], Iterator[Any]]
 RowBytes = tuple[bytes, bytes]  # tokens, uint32, and whether each is trained
 TOKENS, FLAGS = np.dtype(np.uint32), np.dtype(np.bool_)
 
@@ -138,26 +133,22 @@ def token_key(tokenizer: Any, data: Data, day: date | None) -> list[Any]:
 
 
 class PartEncoder:
-    """Encodes parts into the cache; `report` gets the number of rows of each batch.
+    """Encodes parts into the cache; `tick` is called after each batch, and may raise.
 
     A folder has `tokens.bin` (uint32 [T]), `trained.bin` (bool [T]), `kept.bin` (uint32 [R], tokens of each row),
     `lengths.bin` (uint32, also those of rows that were dropped, because nothing in them is trained), `notes.json` and
     UNREAD_FILE; with `data.turns: split` also `conversations.bin` (uint32 [R]): of which conversation each row is.
     """
 
-    def __init__(self, settings: tuple[Any, Data, date | None], report: Callable[[int], None]) -> None:
+    def __init__(self, settings: tuple[Any, Data, date | None], tick: Callable[[], None]) -> None:
         """Take tokenizer, data, and the day that a chat template sees as `settings`."""
-        self.settings, self.report = settings, report
+        self.settings, self.tick = settings, tick
         self.tokenizer, self.data, self.day = settings
         self.key = token_key(self.tokenizer, self.data, self.day)
 
-    def found(self, part: DataPart) -> Path | None:
-        """Return the folder of a part that is in the cache."""
-        return intact_folder(KIND, [self.key, part.content, None])
-
-    def count(self, part: DataPart) -> int:
-        """Return the number of rows of a part."""
-        return sum(source.counted() for source in part.sources)
+    def is_encoded(self, part: DataPart, limit: int | None) -> bool:
+        """Return whether the cache has the folder of a part."""
+        return intact_folder(KIND, [self.key, part.content, limit]) is not None
 
     def encode(self, part: DataPart, limit: int | None = None) -> Path:
         """Return the folder of a part, or of its first rows. Raises DataError for wrong rows and for changed files."""
@@ -171,7 +162,7 @@ class PartEncoder:
         return cached_folder(KIND, [self.key, part.content, limit], write)
 
     def _write(self, folder: Path, part: DataPart, limit: int | None) -> None:
-        encoder = Encoder(self.tokenizer, self.data, self.day, lambda: self.report(0))
+        encoder = Encoder(self.tokenizer, self.data, self.day, self.tick)
         done, kept = 0, array("I")
         unread = Unread(self.tokenizer.chat_template)
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
@@ -181,22 +172,18 @@ class PartEncoder:
                     trained.write(mask)
                     kept.append(len(ids))
                 done += len(batch)
-                self.report(len(batch))
+                self.tick()
         (folder / "kept.bin").write_bytes(kept.tobytes())
         (folder / "lengths.bin").write_bytes(encoder.lengths.tobytes())
         if self.data.turns == "split":
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-        found = {what: [count, 0, *_place_in(part, place)] for what, (count, place) in unread.found.items()}
+        found, names = dict[str, list[Any]](), [source.name for source in part.sources]
+        for what, (count, place) in unread.found.items():
+            name = max((each for each in names if place.startswith(each)), key=len)
+            found[what] = [count, 0, names.index(name), place.removeprefix(name)]
         (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _place_in(part: DataPart, place: str) -> tuple[int, str]:
-    """Return a place in a part as the number of its source, and what follows the name of the source."""
-    names = [source.name for source in part.sources]
-    name = max((each for each in names if place.startswith(each)), key=len)
-    return names.index(name), place.removeprefix(name)
 
 
 def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
@@ -206,114 +193,76 @@ def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
     return {what: (count, f"{parts[part].sources[n].name}{rest}") for what, (count, part, n, rest) in found.items()}
 
 
-def notes_of(folder: Path) -> dict[str, int]:
-    """Return the counts of a part's folder: `rows` that were read, those `dropped`, `tokens`, and counts of turns."""
-    notes: dict[str, int] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    return notes
-
-
 def encode_parts(
     parts: list[DataPart], tokenizer: Any, data: Data, day: date | None, limit: int | None, progress: Progress
-) -> Generator[tuple[int, Path | None], None, None]:
-    """Yield the number of rows of each part, and its folder: None behind the first `limit` rows.
+) -> Generator[Path, None, None]:
+    """Yield the folder of each part, up to the first `limit` rows.
 
     Raises DataError as `read_rows` and `Encoder` do, and WorkerLost if a process is killed.
     """
-    done, total = SimpleNamespace(value=0), 0  # rows that are encoded by now, and in all
-
-    def report(rows: int) -> None:
-        done.value += rows
-        show()
-
-    def show() -> None:
-        progress("tokenise", done.value, total)
-
-    encoder = PartEncoder((tokenizer, data, day), report)
-    found = [encoder.found(part) for part in parts]
-    missing = [part for part, folder in zip(parts, found, strict=True) if folder is None]
+    done, jobs = 0, list(_limited(parts, limit))
+    encoder = PartEncoder((tokenizer, data, day), lambda: progress("tokenise", done, len(jobs)))
+    encoder.tick()
+    missing = [part for part, rows in jobs if not encoder.is_encoded(part, rows)]
     cores = min(len(os.sched_getaffinity(0)), len(missing)) if sum(part.size for part in missing) >= POOLED else 1
-    with _processes(encoder, cores, done) as (run, done):
-        counted = run("count", [(part,) for part in missing], lambda: progress("count rows", 0, 0))
-        counts = [notes_of(folder)["rows"] if folder else next(counted) for folder in found]
-        before = accumulate(counts, initial=0)
-        wanted = [n if limit is None else max(0, min(n, limit - rows)) for n, rows in zip(counts, before, strict=False)]
-        jobs = [(part, None if n == most else most) for part, n, most in zip(parts, counts, wanted, strict=True)]
-        total = sum(most for n, most, folder in zip(counts, wanted, found, strict=True) if not folder or most < n)
-        show()
-        folders = run("encode", [job for job, most in zip(jobs, wanted, strict=True) if most], show)
-        for number, (count, most) in enumerate(zip(counts, wanted, strict=True)):
-            try:
-                folder = next(folders) if most else None
-            except BrokenRows:  # others may follow in later parts, and are added to the message
-                rest = (source for part in parts[number:] for source in part.sources)
-                collections.deque(read_rows(rest, data, sum(wanted[number:])), maxlen=0)
-                raise
-            yield count, folder
+    with contextlib.closing(_encoded(encoder, jobs, cores)) as folders:
+        for folder in folders:
+            done += 1
+            encoder.tick()
+            yield folder
 
 
-@contextlib.contextmanager
-def _processes(encoder: PartEncoder, count: int, done: Any) -> Iterator[tuple[Run, Any]]:
-    """Yield a function that calls a method of an encoder for many arguments, in `count` processes, and a count of rows.
+def _limited(parts: list[DataPart], limit: int | None) -> Iterator[tuple[DataPart, int | None]]:
+    """Yield parts up to the first `limit` rows, the last one with how many of its rows, unless that is all."""
+    left = limit
+    for part in parts:
+        if left is None:
+            yield part, None
+        elif left > 0:
+            count = sum(source.counted() for source in part.sources)
+            yield part, left if left < count else None
+            left -= count
 
-    The results come in the order of the arguments; meanwhile, the last argument is called.
-    """
-    if count == 1 or (settings := _pickled(encoder)) is None:
-        yield lambda name, jobs, _: (getattr(encoder, name)(*job) for job in jobs), done
+
+def _encoded(encoder: PartEncoder, jobs: list[tuple[DataPart, int | None]], count: int) -> Generator[Path, None, None]:
+    """Yield the folders of parts in their order, encoded in `count` processes."""
+    if count == 1:
+        yield from (encoder.encode(*job) for job in jobs)
         return
     # A new process, which has no threads and no GPU, imports what is needed and forks: the others share its memory.
-    context = forked_after_import(__name__)
-    done, others = context.Value("q", 0), {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(count, context, _start, (dict(os.environ), settings, done))
-
-    def run(name: str, jobs: Sequence[tuple[Any, ...]], tick: Callable[[], None]) -> Iterator[Any]:
-        for future in [pool.submit(_call, name, *job) for job in jobs]:
-            while not wait([future], POLL_S).done:
-                tick()
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                raise WorkerLost(
-                    "a process that tokenises was killed (is the memory of the host full?): what was finished is kept; "
-                    "run the same command again"
-                ) from None
-
+    others = {*multiprocessing.active_children()}
+    settings = (dict(os.environ), encoder.settings)
+    pool = ProcessPoolExecutor(count, forked_after_import(__name__), _start, settings)
     try:
-        yield run, done
+        for future in [pool.submit(_encode, *job) for job in jobs]:
+            while not wait([future], POLL_S).done:
+                encoder.tick()
+            yield future.result()
+    except BrokenProcessPool:
+        raise WorkerLost(
+            "a process that tokenises was killed (is the memory of the host full?): what was finished is kept; "
+            "run the same command again"
+        ) from None
     finally:
         for process in {*multiprocessing.active_children()} - others:
             process.kill()
         pool.shutdown(cancel_futures=True)
 
 
-def _pickled(encoder: PartEncoder) -> bytes | None:
-    """Return what another process needs to encode alike; None for a tokenizer with parts that cannot be sent."""
-    try:
-        settings = pickle.dumps(encoder.settings)
-        is_same = PartEncoder(pickle.loads(settings), encoder.report).key == encoder.key
-    except Exception:  # of any class: whatever such a part raises
-        return None
-    return settings if is_same else None
-
-
 _encoder: PartEncoder  # of a process that encodes
 
 
-def _start(environment: dict[str, str], settings: bytes, done: Any) -> None:
+def _start(environment: dict[str, str], settings: tuple[Any, Data, date | None]) -> None:
     """Begin such a process. It ends with the one that asked for it, which alone obeys signals."""
     global _encoder
     for number in (*STOP_SIGNALS, STOP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     os.environ.update(environment | {"TOKENIZERS_PARALLELISM": "false"})  # each core has a process
-
-    def report(rows: int) -> None:
-        with done.get_lock():
-            done.value += rows
-
-    _encoder = PartEncoder(pickle.loads(settings), report)
+    _encoder = PartEncoder(settings, lambda: None)
 
 
-def _call(name: str, *arguments: Any) -> Any:
-    return getattr(_encoder, name)(*arguments)
+def _encode(part: DataPart, limit: int | None) -> Path:
+    return _encoder.encode(part, limit)
 
 
 class TokenArray:
@@ -364,26 +313,24 @@ class TokenArray:
         return self._opened[number]
 
 
-def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -> dict[str, int]:
+def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
     """Write the rows of all parts, in order, to a folder of the cache; return counts of rows and tokens.
 
-    `encoded`: rows in each part, and its folder, or None if it is not used. Beside PARTS_FILE, `ends.bin` has the
-    offsets of the rows (int64 [R+1]), `lengths.bin` the tokens of every row that was read (uint32) and, with
-    `data.turns: split`, `conversations.bin` the conversation of each row (uint32 [R]).
+    `encoded`: the folder of each part. Beside PARTS_FILE, `ends.bin` has the offsets of the rows (int64 [R+1]),
+    `lengths.bin` the tokens of every row that was read (uint32) and, with `data.turns: split`, `conversations.bin` the
+    conversation of each row (uint32 [R]).
     """
     treatment, width = data.treatment, data.format.rows
-    notes = dict.fromkeys(["rows", "available", "cut", "dropped", "split", "tokens", "label_tokens", *OF_TURNS], 0)
+    notes = dict.fromkeys(["rows", "cut", "dropped", "split", "tokens", "label_tokens", *OF_TURNS], 0)
     if treatment == "drop":
         notes["too_long"] = 0
     if data.turns == "split":
         notes["conversations"] = 0
     ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
     parts, unread, digest = list[tuple[str, int, bool]](), dict[str, list[Any]](), hashlib.sha256()
-    for of_part, (available, part) in enumerate(encoded):
-        notes["available"] += available
-        if part is None:
-            continue
-        found, read, kept = notes_of(part), *(np.fromfile(part / f"{of}.bin", TOKENS) for of in ("lengths", "kept"))
+    for of_part, part in enumerate(encoded):
+        found = json.loads((part / "notes.json").read_text(encoding="utf-8"))
+        read, kept = (np.fromfile(part / f"{of}.bin", TOKENS) for of in ("lengths", "kept"))
         # Cut or leave out what is too long. What is not is read where it is.
         rows: Iterable[RowBytes | None] = _rows(part, kept)
         is_copied = treatment in ("cut", "drop") and bool((kept.reshape(-1, width).sum(axis=1) > data.seq_len).any())
@@ -427,7 +374,6 @@ def join(folder: Path, encoded: Iterable[tuple[int, Path | None]], data: Data) -
 
 
 def _rows(part: Path, lengths: Array) -> Iterator[RowBytes]:
-    """Yield the rows of a part: tokens as bytes, and flags."""
     if not len(lengths):
         return
     tokens = np.asarray(np.memmap(part / "tokens.bin", TOKENS, "r"))
@@ -453,7 +399,6 @@ def _fitted(rows: Iterator[RowBytes], size: int, treatment: str, width: int) -> 
 
 
 def _copied(rows: Iterable[RowBytes | None], folder: Path, number: int) -> Iterator[RowBytes | None]:
-    """Write rows to files of a folder, and yield them."""
     with (folder / f"tokens-{number}.bin").open("wb") as tokens, (folder / f"trained-{number}.bin").open("wb") as flags:
         for row in rows:
             if row is not None:

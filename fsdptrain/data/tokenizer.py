@@ -26,7 +26,6 @@ from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress
-from fsdptrain.run_folder.files import scratch_folder
 
 END_OF_TEXT = "<|endoftext|>"
 OWN_CLASSES = ("AutoModelForCausalLM", "AutoConfig", "AutoTokenizer")  # those of `auto_map` that are opened here
@@ -61,7 +60,6 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
 
 
 def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
-    """Return the tokens that end an answer by the files of the model, if the tokenizer is its own."""
     if not plan.own_tokenizer:
         return []
     model, generation = plan.recipe.model, dict[str, Any]()
@@ -75,12 +73,19 @@ def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
 
 
 def open_tokenizer(name: str, revision: str = "main") -> Any:
-    """Return a tokenizer; its own code is never run. Raises RecipeError if it is needed."""
+    """Return a tokenizer; raises RecipeError for one in Python, and if it needs its own code, which is never run."""
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        if hasattr(tokenizer, "backend_tokenizer"):
+            return tokenizer
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
+    else:
+        raise RecipeError(
+            f"model.tokenizer: {name} is a tokenizer written in Python, which is not supported: name a folder with its "
+            "tokenizer.json"
+        )
     raise RecipeError(
         f"model.tokenizer: {name} needs the tokenizer's own code, which is never run: name a folder with its "
         "tokenizer.json, and a tokenizer_config.json without auto_map"
@@ -100,7 +105,6 @@ def own_code_note(made: Any) -> str | None:
 
 
 def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
-    """Raise RecipeError for `data.chat_template_kwargs` that the chat template does not read."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in itertools.chain.from_iterable(data.chat_template_kwargs for data in sets):
         if name in {*own, "messages"}:
@@ -110,7 +114,6 @@ def _check_template_arguments(tokenizer: Any, sets: Sequence[Data]) -> None:
 
 
 def _add_tokens(tokenizer: Any, tokens: list[str]) -> None:
-    """Add special tokens, with the ids after all others; raises RecipeError for one that the tokenizer has."""
     before = tokenizer.get_vocab()
     for token in tokens:
         if token in before:
@@ -137,7 +140,6 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
-    """Return a byte-level BPE of `size` tokens, trained on the texts of data.path and cached by their content."""
 
     def write(folder: Path) -> None:
         progress("tokenizer", 0, 1)
@@ -167,7 +169,6 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _training_texts(plan: Plan) -> Iterator[str]:
-    """Yield every text of the training data, whatever its format."""
     for data in (source.data for source in plan.sources):
         for row in itertools.chain.from_iterable(read_rows(open_sources(data.path), data, data.max_rows)):
             for value in (row[field] for field in {"prompt": None, **data.format.fields} if field in row):
@@ -178,18 +179,7 @@ def _training_texts(plan: Plan) -> Iterator[str]:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return a SHA-256 over all that decides which tokens a text becomes: vocabulary, rules, chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else _serialized(tokenizer)
-    split = bool(
-        getattr(tokenizer, "split_special_tokens", False)
-    )  # whether special tokens in a text are split like plain text
+    rules = tokenizer.backend_tokenizer.to_str()
+    split = bool(getattr(tokenizer, "split_special_tokens", False))  # special tokens in a text, like plain text
     parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _serialized(tokenizer: Any) -> str:
-    """Return all files of a tokenizer written in Python as one text: its vocabulary, merges and settings."""
-    with scratch_folder() as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return "\0".join(f"{file.name}\0{file.read_bytes().hex()}" for file in files)

@@ -72,7 +72,6 @@ def around(content: str) -> Span | None:
 
 
 def _inside_space(content: str) -> Span | None:
-    """Return the content without white space at both ends, which a template may trim."""
     return (len(content) - len(content.lstrip()), len(content.rstrip())) if content.strip() else None
 
 
@@ -82,7 +81,6 @@ def _inside_space_without_markup(content: str) -> Span | None:
 
 
 def _inside_tags(content: str) -> Span | None:
-    """Return the content without a tag at either end, which a template may compare."""
     found = re.fullmatch(r"(\s*(?:<[^>]*>)?)(.*?)((?:<[^>]*>)?\s*)", content, re.DOTALL)
     return found.span(2) if found and found[2].strip() else None
 
@@ -259,7 +257,6 @@ class MarkedConversation:
         return start, stop
 
     def _content_span(self, i: int) -> tuple[int | None, int, Mark | None]:
-        """Return where the content of turn `i` begins, if that is known, and ends; and its last mark, if it has any."""
         own = [m for m in self.view.marks if m.message == i and m.kind != THOUGHT]
         begins, inner = ([m.at for m in own if m.kind == kind] for kind in (BEGIN, INNER))
         last = own[-1] if own and own[-1].kind in (END, CALL) else None
@@ -290,18 +287,19 @@ class MarkedConversation:
     def _turn_start(
         self, i: int, previous: Mark | None, begin: int | None, end: int, stop: int, anchor: Mark | None
     ) -> int:
-        """Return where turn `i` begins: behind its header, or with its content when no header is found."""
         text = self.view.text
         at = previous.at if previous else 0
         gap = text[at : end if begin is None else begin]
         key = (gap, self.messages[i - 1]["role"] if i else "")
         if key in self.finder.headers:
             return at + self.finder.headers[key]
-        length = (
-            self._header_length(i, previous, gap, begin is not None, stop, anchor)
-            if i
-            else self._first_header_length(gap)
-        )
+        if i:
+            length = self._header_length(i, previous, gap, begin is not None, stop, anchor)
+        else:  # no content precedes it: the header is what the prompt writes that follows the conversation
+            prompted = self.finder.render_marked(self.marked, self.tools, self.delimiters, True)
+            extends = prompted is not None and prompted.text.startswith(text)
+            prompt = prompted.text.removeprefix(text) if prompted is not None and extends else ""
+            length = gap.rindex(prompt) + len(prompt) if prompt and prompt in gap else None
         if length is None and begin is None:
             raise cannot_locate("modifies the assistant's content", i)
         length = len(gap) if length is None else length
@@ -325,13 +323,6 @@ class MarkedConversation:
         turn = self._text_after(anchor, self.marked[: i + 1], False) if anchor else None
         appended = turn[stop - anchor.at :].strip() if turn and anchor else ""
         return len(with_prompt) if appended and with_prompt.strip().endswith(appended) else None
-
-    def _first_header_length(self, gap: str) -> int | None:
-        """Return the header's length when no content precedes it: up to the prompt that follows the conversation."""
-        text = self.view.text
-        prompted = self.finder.render_marked(self.marked, self.tools, self.delimiters, True)
-        prompt = prompted.text.removeprefix(text) if prompted is not None and prompted.text.startswith(text) else ""
-        return gap.rindex(prompt) + len(prompt) if prompt and prompt in gap else None
 
     def _turn_end(self, i: int, end: int, following: int, anchor: Mark | None) -> int:
         """Return where turn `i` ends: behind its end-of-turn token, before anything that belongs to the next turn."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,19 +25,14 @@ from fsdptrain.data.sources import data_objects, file_sizes
 from fsdptrain.data.token_store import TokenArray
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.plan.plan import Plan, varied
-from fsdptrain.run_folder.events import Progress
 from fsdptrain.text import counted
 
-
-class WindowRead(TypedDict):
-    """What a run keeps of a window that it has read: how many sequences it has, and the digest of its tokens."""
-
-    sequences: int
-    tokens: str
+Window = dict[str, int]  # the bytes of each file by name
+Known = list[dict[str, Any]]  # of each window that a run has read: how many `sequences` it has, digest of its `tokens`
 
 
-def windows_of(plan: Plan) -> list[dict[str, int]]:
-    """Return the windows of the training data, in the order in which they are read: the bytes of each file by name.
+def windows_of(plan: Plan) -> list[Window]:
+    """Return the windows of the training data, in the order in which they are read.
 
     One window if `data.window` is not set, or if there are no more files. Several ones have no empty files.
     """
@@ -56,7 +51,7 @@ def of_window(plan: Plan, files: Iterable[str]) -> Plan:
     return dataclasses.replace(plan, data_paths=[[*files]])
 
 
-def of_first_window(plan: Plan) -> tuple[Plan, list[dict[str, int]]]:
+def of_first_window(plan: Plan) -> tuple[Plan, list[Window]]:
     """Return the plan with the first window of its data, and all windows; a single window is a run without the key."""
     windows = windows_of(plan)
     if len(windows) == 1:
@@ -64,90 +59,91 @@ def of_first_window(plan: Plan) -> tuple[Plan, list[dict[str, int]]]:
     return of_window(plan, windows[0]), windows
 
 
-def windows_note(windows: Sequence[dict[str, int]], sequences: int) -> str:
+def windows_note(windows: Sequence[Window], sequences: int) -> str:
     """Return a sentence on several windows, of which the first has this many sequences."""
     return (
         f"{sum(map(len, windows)):,} files in {len(windows):,} windows of {len(windows[0]):,} (data.window); the first "
-        f"has {counted(sequences, 'sequence')}, the whole some {_estimate(windows, sequences):,}"
+        f"has {counted(sequences, 'sequence')}, the whole some {estimated_length(windows, sequences):,}"
     )
 
 
-def _estimate(windows: Sequence[dict[str, int]], sequences: int) -> int:
+def estimated_length(windows: Sequence[Window], sequences: int) -> int:
     """Estimate by their bytes how many sequences all windows have, if the first of them has this many."""
     sizes = [sum(files.values()) for files in windows]
     return round(sequences * sum(sizes) / sizes[0])
 
 
-@dataclass(frozen=True)
-class Windows:
-    """The windows of a run: the `files` of each, and in `known` what the run keeps of those that it has read.
+def place_in_window(known: Known, windows: int, position: int) -> tuple[int, int, int] | None:
+    """Return epoch and window of a position of the stream, and how many sequences of the window are before it.
 
-    `make` prepares the window of a number. Those in `opened` can be read although the cache has them no more.
+    None if that needs windows, of which there are so many in all, that are not known.
+    """
+    starts = [0, *accumulate(read["sequences"] for read in known)]
+    if position >= starts[-1] and len(known) < windows:
+        return None
+    epoch, nth = divmod(position, starts[-1]) if len(known) == windows else (0, position)
+    window = bisect_right(starts, nth) - 1
+    return epoch, window, nth - starts[window]
+
+
+@dataclass(frozen=True)
+class WindowStream(Stream):
+    """An endless stream over windows: each as a whole, in a new permutation, before the next one.
+
+    `windows` are the files of each, `make` prepares the one of a number. Those in `opened` can be read although the
+    cache has them no more. `corpus` is the window in which the run began or continued.
     """
 
-    files: list[dict[str, int]]
-    make: Callable[[int, Progress], Corpus]
-    known: list[WindowRead]
+    windows: list[Window]
+    make: Callable[[int], Corpus]
+    known: Known
     opened: dict[int, Corpus] = field(default_factory=dict)
+
+    def place_in_window(self, position: int) -> tuple[int, int, int]:
+        """Return epoch, window and number in it of a position of the stream; windows are opened until it is known."""
+        while (found := place_in_window(self.known, len(self.windows), position)) is None:
+            self.part(len(self.known))
+        return found
+
+    def known_at(self, positions: Iterable[int]) -> set[int]:
+        """Return the windows of these positions of the stream, as far as they are known."""
+        found = (place_in_window(self.known, len(self.windows), position) for position in positions)
+        return {place[1] for place in found if place}
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the window that is read at a position, and the number of the sequence in it."""
+        epoch, window, nth = self.place_in_window(position)
+        return window, int(epoch_order(self.seed, window, epoch, self.known[window]["sequences"])[nth])
+
+    def part(self, source: int) -> Corpus:
+        """Return the corpus of a window, prepared if it is not in the cache; of those that are not known, the first.
+
+        Raises RecipeError if it is another than the run has read before.
+        """
+        if source not in self.opened:
+            corpus = self.make(source)
+            for array in (corpus.tokens, corpus.trained):
+                cast(TokenArray, array).open_files()
+            read = {"sequences": len(corpus), "tokens": corpus.digest}
+            if source == len(self.known):
+                self.known.append(read)
+            if self.known[source] != read:
+                raise RecipeError([Problem(
+                    f"window {source + 1} of {len(self.windows)} (with {next(iter(self.windows[source]))}) has other "
+                    "rows, tokens or sequences than when this run read it: restore the files, the tokenizer and the "
+                    "versions of transformers and tokenizers, or choose another `name` or output_dir", "data.path",
+                )])  # fmt: skip
+            self.opened[source] = corpus
+        return self.opened[source]
+
+    def some_rows(self) -> Corpus:
+        """Return a window that is open: `corpus` is one that may have left the cache."""
+        return next(iter(self.opened.values()))
 
     @property
     def starts(self) -> list[int]:
         """The number of the first sequence of each known window, and that after the last of them."""
         return [0, *accumulate(read["sequences"] for read in self.known)]
-
-    def estimated_length(self) -> int:
-        """Estimate how many sequences all windows have, from the first one."""
-        return _estimate(self.files, self.known[0]["sequences"])
-
-    def note(self) -> str:
-        """Return a sentence on the windows."""
-        return windows_note(self.files, self.known[0]["sequences"])
-
-    def open(self, number: int, progress: Progress = lambda *_: None) -> Corpus:
-        """Return a window, prepared if it is not in the cache; of those that are not known, the first one.
-
-        Raises RecipeError if it is another than the run has read before.
-        """
-        if number not in self.opened:
-            corpus = self.make(number, progress)
-            for array in (corpus.tokens, corpus.trained):
-                cast(TokenArray, array).open_files()
-            read = WindowRead(sequences=len(corpus), tokens=corpus.digest)
-            if number == len(self.known):
-                self.known.append(read)
-            if self.known[number] != read:
-                raise RecipeError([Problem(
-                    f"window {number + 1} of {len(self.files)} (with {next(iter(self.files[number]))}) has other rows, "
-                    "tokens or sequences than when this run read it: restore the files, the tokenizer and the versions "
-                    "of transformers and tokenizers, or choose another `name` or output_dir", "data.path",
-                )])  # fmt: skip
-            self.opened[number] = corpus
-        return self.opened[number]
-
-    def is_known(self, position: int) -> bool:
-        """Return whether the window of a position of the stream is known without preparing others."""
-        return position < self.starts[-1] or len(self.known) == len(self.files)
-
-    def place(self, position: int) -> tuple[int, int, int]:
-        """Return epoch and window of a position of the stream, and how many sequences of the window are before it.
-
-        Windows that are not known are opened until that is known.
-        """
-        while not self.is_known(position):
-            self.open(len(self.known))
-        starts = self.starts
-        epoch, nth = divmod(position, starts[-1]) if len(self.known) == len(self.files) else (0, position)
-        window = bisect_right(starts, nth) - 1
-        return epoch, window, nth - starts[window]
-
-    def known_at(self, positions: Iterable[int]) -> set[int]:
-        """Return the windows of these positions of the stream, as far as they are known."""
-        return {self.place(position)[1] for position in positions if self.is_known(position)}
-
-    def end_of(self, position: int) -> int:
-        """Return the first position of the stream behind the window of a position."""
-        _, window, nth = self.place(position)
-        return position - nth + self.known[window]["sequences"]
 
     def leave(self, numbers: Iterable[int], remove: bool) -> None:
         """Forget windows that have been read; `remove` also removes what the cache has of their files."""
@@ -158,33 +154,5 @@ class Windows:
             packed = str(cast(np.memmap, corpus.pieces).filename)
             for folder in (*cast(TokenArray, corpus.tokens).folders, Path(packed).parent):
                 remove_folder(folder)
-            for each in data_objects([*self.files[number]]):
+            for each in data_objects([*self.windows[number]]):
                 each.copy.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class WindowStream(Stream):
-    """An endless stream over windows: each as a whole, in a new permutation, before the next one.
-
-    `corpus` is the window in which the run began or continued.
-    """
-
-    windows: Windows
-
-    def place(self, position: int) -> tuple[int, int]:
-        """Return the window that is read at a position, and the number of the sequence in it."""
-        epoch, window, nth = self.windows.place(position)
-        return window, int(epoch_order(self.seed, window, epoch, self.windows.known[window]["sequences"])[nth])
-
-    def part(self, source: int) -> Corpus:
-        """Return the corpus of a window, prepared if it is not in the cache."""
-        return self.windows.open(source)
-
-    def some_rows(self) -> Corpus:
-        """Return a window that is open: `corpus` is one that may have left the cache."""
-        return next(iter(self.windows.opened.values()))
-
-    @property
-    def starts(self) -> list[int]:
-        """The number of the first sequence of each known window."""
-        return self.windows.starts

@@ -23,8 +23,7 @@ from fsdptrain.config.mixture import describe_readings, reading, readings
 from fsdptrain.config.paths import find_data, path_fault
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
-from fsdptrain.data.corpus import IGNORED, Batch, Corpus
-from fsdptrain.data.pack import Ints
+from fsdptrain.data.corpus import IGNORED, Batch, Corpus, Ints
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, readable_files
 from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError, listed

@@ -50,7 +50,7 @@ from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unrea
 from fsdptrain.data.prepare import open_stream, reading_notes, row_notes
 from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
-from fsdptrain.data.windows import WindowStream
+from fsdptrain.data.windows import WindowStream, windows_note
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import attention, varlen
@@ -456,7 +456,7 @@ def start_fields(
     notes = [
         *itertools.chain(*row_notes(plan, stream.corpus, inputs.eval_corpus)),
         *reading_notes(plan, stream),
-        stream.windows.note() if isinstance(stream, WindowStream) else None,
+        windows_note(stream.windows, stream.known[0]["sequences"]) if isinstance(stream, WindowStream) else None,
         date_note(inputs.day) if inputs.day else None,
         own_code_note(inputs.tokenizer),
         *model_notes(inputs.prepared),

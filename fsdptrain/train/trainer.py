@@ -105,8 +105,7 @@ class Trainer:
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
         self.barrier: WindowBarrier | None = None
         if isinstance(self.stream, WindowStream):
-            windows = self.stream.windows
-            self.barrier = WindowBarrier(session, inputs, windows, self.world, self.prefetch, sizes.total_steps)
+            self.barrier = WindowBarrier(session, inputs, self.stream, self.world, self.prefetch, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
         self.unread: list[MadeStep] = []

@@ -12,7 +12,7 @@ import time
 from fsdptrain.checkpoint.nodes import DATA
 from fsdptrain.data.prepare import prepare_in_child
 from fsdptrain.data.resume_pins import pin_windows
-from fsdptrain.data.windows import Windows
+from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.failures.translate import as_fsdptrain_error
 from fsdptrain.parallel.world import World
@@ -28,9 +28,9 @@ class WindowBarrier:
     """Lets all ranks of a run enter a window together; `failure` is why they could not."""
 
     def __init__(
-        self, session: Session, inputs: Inputs, windows: Windows, world: World, prefetch: Prefetch, total_steps: int
+        self, session: Session, inputs: Inputs, stream: WindowStream, world: World, prefetch: Prefetch, total_steps: int
     ) -> None:
-        self._session, self._inputs, self._windows, self._world = session, inputs, windows, world
+        self._session, self._inputs, self._stream, self._world = session, inputs, stream, world
         self._plan, self._prefetch = inputs.plan, prefetch
         self._end = total_steps * inputs.plan.recipe.train.global_batch_size  # of the positions that are trained
         self._entered = 0  # all ranks have the windows of the positions before
@@ -58,8 +58,8 @@ class WindowBarrier:
             if made and (raised := inputs.exception()):
                 error = as_fsdptrain_error(raised)
             elif made:
-                numbers = sorted(self._windows.known_at(self._plan.step_positions(step)))
-                read = [self._windows.known[number] for number in numbers]
+                numbers = sorted(self._stream.known_at(self._plan.step_positions(step)))
+                read = [self._stream.known[number] for number in numbers]
             ranks = self._world.gather_objects((made, error, read, self._session.stop.count > 0))
             self._session.watchdog.reset()
             all_made, errors, all_read, stops = zip(*ranks, strict=True)
@@ -81,19 +81,20 @@ class WindowBarrier:
 
     def _go_on(self, step: int, waited_s: float) -> None:
         """Report the last window that a step reads, remove those before it, and begin to prepare the next one."""
-        windows, plan, positions = self._windows, self._plan, self._plan.step_positions(step)
-        window = windows.place(positions[-1])[1]
-        self._entered = windows.end_of(positions[-1])
+        stream, plan, positions = self._stream, self._plan, self._plan.step_positions(step)
+        _, window, nth = stream.place_in_window(positions[-1])
+        sequences = stream.known[window]["sequences"]
+        self._entered = positions[-1] - nth + sequences
         if self._world.rank == 0:
-            pin_windows(self._session.rundir, {"files": self._inputs.stream.corpus.fingerprint, "read": windows.known})
+            pin_windows(self._session.rundir, {"files": stream.corpus.fingerprint, "read": stream.known})
             self._session.reporter.event(
-                "window", step=step + 1, window=window + 1, of=len(windows.files),
-                sequences=windows.known[window]["sequences"], waited_s=waited_s,
+                "window", step=step + 1, window=window + 1, of=len(stream.windows), sequences=sequences,
+                waited_s=waited_s,
             )  # fmt: skip
-        following = (window + 1) % len(windows.files)
-        needed = {window, following} | windows.known_at(plan.step_positions(step + 1))
-        windows.leave({*windows.opened} - needed, remove=self._world.local_rank == 0)
+        following = (window + 1) % len(stream.windows)
+        needed = {window, following} | stream.known_at(plan.step_positions(step + 1))
+        stream.leave({*stream.opened} - needed, remove=self._world.local_rank == 0)
         self.close()
-        if self._world.local_rank == 0 and following not in windows.opened and self._entered < self._end:
+        if self._world.local_rank == 0 and following not in stream.opened and self._entered < self._end:
             left = self._inputs.cores[plan.topology.nproc_per_node :] or self._inputs.cores  # by the ranks
-            self._child = prepare_in_child(plan, windows.files[following], left)
+            self._child = prepare_in_child(plan, stream.windows[following], left)

@@ -21,7 +21,7 @@ from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.config.schema import Data, Treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
-from fsdptrain.data.pack import fill_sequences
+from fsdptrain.data.corpus import fill_sequences
 from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.run_folder.storage import url_fault

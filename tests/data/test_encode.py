@@ -26,7 +26,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
@@ -265,61 +265,6 @@ def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
         assert [wrapped.decode([t]) for t, flag in zip(again, mask, strict=True) if flag][-1] == "</s>"
 
 
-class Letters(PreTrainedTokenizer):
-    """A tokenizer written in Python: one token per letter, or per pair of letters in `merges`."""
-
-    vocab_files_names = {"vocab_file": "vocab.txt"}  # noqa: RUF012
-
-    def __init__(self, vocab_file: str, **settings: Any) -> None:
-        self.merges = Path(vocab_file).read_text().split("\n")
-        super().__init__(**settings)
-
-    @property
-    def vocab_size(self) -> int:
-        return 200 + 1
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(i): i for i in range(200)} | {"##": 200} | self.added_tokens_encoder
-
-    def _tokenize(self, text: str, **_: Any) -> list[str]:
-        found: list[str] = []
-        while text:
-            size = 2 if text[:2] in self.merges else 1
-            found.append(text[:size] if size == 1 else "##")
-            text = text[size:]
-        return found
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return 200 if token == "##" else ord(token) % 200
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return "##" if index == 200 else chr(index)
-
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        path = Path(save_directory) / "vocab.txt"
-        path.write_text("\n".join(self.merges))
-        return (str(path),)
-
-
-def letters(folder: Path, *merges: str, **settings: Any) -> Letters:
-    """Return that tokenizer with these merges."""
-    path = folder / f"vocab-{'-'.join(merges)}.txt"
-    path.write_text("\n".join(merges))
-    return Letters(str(path), eos_token="</s>", unk_token="<unk>", **settings)
-
-
-def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
-    tokenizer = letters(tmp_path, "ab")
-    rows = [{"prompt": "xa", "completion": "by"}, {"prompt": "xa", "completion": "cy"}]
-    crossing, clean = encoded(tokenizer, rows, format=Format.prompt_completion)
-    assert crossing[0] == [*tokenizer("xaby", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert [list(mask) for _, mask in (crossing, clean)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1]]
-    tokenizer.chat_template = ROLE_LINES
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    [(ids, mask)] = encoded(tokenizer, [{"messages": talk}], format=Format.chat)
-    assert tokenizer.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]) == ["h", "o", "</s>"]
-
-
 def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=byte_level(False), eos_token="</s>")
     fast.save_pretrained(tmp_path / "fast")
@@ -329,7 +274,7 @@ def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     [(plain, _)], [(parted, _)] = (encoded(each, rows, format=Format.prompt_completion) for each in (fast, split))
     assert plain == [*fast("x</s>a").input_ids, fast.eos_token_id]
     assert parted == [*split("x</s>a").input_ids, split.eos_token_id]
-    each = [fast, split, letters(tmp_path, "ab"), letters(tmp_path, "bc")]
+    each = [fast, split, PreTrainedTokenizerFast(tokenizer_object=byte_level(True), eos_token="</s>")]
     digests = [tokenizer_digest(one) for one in each]
     assert len(set(digests)) == len(each)
     assert digests == [tokenizer_digest(one) for one in each]

@@ -117,21 +117,21 @@ def test_one_window_is_the_prepared_order_to_the_bit_in_every_epoch(tmp_path: Pa
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_windows_are_read_in_the_order_of_the_reference(tmp_path: Path, bpe: str, window: int) -> None:
     stream = a_stream(tmp_path, bpe, data__window=window, seed=5)
-    assert len(stream.windows.files) == -(-FILES // window)
+    assert len(stream.windows) == -(-FILES // window)
     found = torch.cat([rows_of(stream, range(at, at + 8)) for at in range(0, 800, 8)], dim=1)
-    assert 2 * stream.windows.starts[-1] < 800, "the files are too large for two passes"
+    assert 2 * stream.starts[-1] < 800, "the files are too large for two passes"
     assert torch.equal(found, reference(tmp_path, bpe, window, 800, seed=5))
 
 
 def test_every_sequence_of_every_file_is_read_once_a_pass(tmp_path: Path, bpe: str) -> None:
     stream = a_stream(tmp_path, bpe, data__window=2)
-    stream.windows.place(10**6)  # opens all windows
-    in_all = stream.windows.starts[-1]
+    stream.place_in_window(10**6)  # opens all windows
+    in_all = stream.starts[-1]
     for epoch in range(3):
         numbers = stream.at(range(epoch * in_all, (epoch + 1) * in_all))
         assert sorted(numbers) == list(range(in_all))
-        assert [*map(stream.windows.starts.__contains__, sorted(numbers))].count(True) == len(stream.windows.files)
-    names = [name for window in stream.windows.files for name in window]
+        assert [*map(stream.starts.__contains__, sorted(numbers))].count(True) == len(stream.windows)
+    names = [name for window in stream.windows for name in window]
     assert sorted(names) == sorted(map(str, (tmp_path / "files").iterdir()))
 
 
@@ -162,7 +162,7 @@ def resumed(tmp: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, step: int = 20
     monkeypatch.setattr(type(plan.rundir), "checkpoint_steps", lambda _: [step])
     stream = a_stream(tmp, bpe, data__window=2)
     stream.at(range(8 * step + 8))
-    pin_windows(plan.rundir, {"files": stream.corpus.fingerprint, "read": stream.windows.known})
+    pin_windows(plan.rundir, {"files": stream.corpus.fingerprint, "read": stream.known})
     return plan, stream
 
 
@@ -170,7 +170,7 @@ def test_a_resume_prepares_no_window_before_its_own(
     tmp_path: Path, bpe: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, before = resumed(tmp_path, bpe, monkeypatch)
-    own = before.windows.place(160)[1]
+    own = before.place_in_window(160)[1]
     assert 0 < own < 3
     expected, digest = rows_of(before, range(160, 166)), before.corpus.digest
     for kind in ("data", "packed", "tokens"):
@@ -187,7 +187,7 @@ def test_a_resume_prepares_no_window_before_its_own(
     stream = opened(plan)
     assert torch.equal(rows_of(stream, range(160, 166)), expected) and stream.corpus.digest == digest
     assert len(stream) == len(before) and stream.corpus.fingerprint == before.corpus.fingerprint
-    allowed = {name for window in before.windows.files[own : own + 2] for name in window}
+    allowed = {name for window in before.windows[own : own + 2] for name in window}
     assert encoded and {*encoded} <= allowed
 
 
@@ -195,8 +195,8 @@ def test_a_changed_file_of_a_window_that_was_read_is_refused(
     tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, before = resumed(tmp_path, bpe, monkeypatch)
-    own = before.windows.place(160)[1]
-    file = Path(next(iter(before.windows.files[own])))
+    own = before.place_in_window(160)[1]
+    file = Path(next(iter(before.windows[own])))
     file.write_text(file.read_text().replace("the ", "teh "))
     with pytest.raises(RecipeError, match=rf"window {own + 1} of 4 \(with {file}\) has other rows"):
         opened(plan)
@@ -209,7 +209,7 @@ def test_another_list_of_files_has_another_fingerprint(
     (tmp_path / "files" / "9.jsonl").write_text('{"text": "more"}\n')
     stream = opened(plan)
     assert stream.corpus.fingerprint != before.corpus.fingerprint
-    assert isinstance(stream, WindowStream) and [*stream.windows.opened] == [0]
+    assert isinstance(stream, WindowStream) and [*stream.opened] == [0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"data__packing": "none", "data__long_rows": "cut"}])
@@ -218,7 +218,7 @@ def test_what_is_removed_can_be_read_on_and_leaves_nothing(
 ) -> None:
     stream = a_stream(tmp_path, bpe, data__window=2, data__seq_len=32, **changes)
     corpus, expected = stream.part(0), rows_of(stream, range(8))
-    stream.windows.leave([0], remove=True)
+    stream.leave([0], remove=True)
     left = [path for kind in ("data", "packed", "tokens") for path in (own_cache / kind).iterdir()]
     assert not [path for path in left if path.suffix != ".lock"]
     numbers = stream.at(range(8))
@@ -229,17 +229,17 @@ def test_what_is_removed_can_be_read_on_and_leaves_nothing(
 def test_what_was_left_takes_no_space_on_the_disk(tmp_path: Path, bpe: str) -> None:
     stream = a_stream(tmp_path, bpe, data__window=2)
     rows_of(stream, range(8))
-    stream.windows.place(stream.windows.starts[-1])  # opens the next window
-    stream.windows.leave([0], remove=True)
+    stream.place_in_window(stream.starts[-1])  # opens the next window
+    stream.leave([0], remove=True)
     assert "tokens.bin (deleted)" not in Path("/proc/self/maps").read_text()
-    assert stream.some_rows() is stream.windows.opened[1]
+    assert stream.some_rows() is stream.opened[1]
 
 
 def test_a_run_without_windows_does_not_rely_on_what_they_remove(tmp_path: Path, bpe: str) -> None:
     whole = opened(a_plan(tmp_path, bpe))
     kept = {path for kind in ("data", "packed", "tokens") for path in cache_dir(kind).iterdir()}
     stream = a_stream(tmp_path, bpe, data__window=2)
-    stream.windows.leave([0], remove=True)
+    stream.leave([0], remove=True)
     assert all(path.exists() for path in kept)
     assert torch.equal(rows_of(whole, range(8)), rows_of(opened(a_plan(tmp_path, bpe)), range(8)))
 
