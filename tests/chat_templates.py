@@ -332,11 +332,6 @@ FAMILIES = {
     "qwen2.5": Family(QWEN25, CHATML_TOKENS, "{}<|im_end|>", call=CALL + "<|im_end|>"),
     "qwen3": Family(QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", last_turn=THINK + "{}<|im_end|>",
                     call=CALL + "<|im_end|>"),
-    "yi": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
-                      after="<|im_start|>assistant\n"), ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "{}<|im_end|>"),
-    "internlm2": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
-                             "{{ bos_token }}", "<|im_start|>assistant\n"), ("</s>", "<s>", "<|im_start|>", "<|im_end|>"),
-                        "{}<|im_end|>", bos="<s>"),
     "smollm3": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
                            "{{ '<think>\n\n</think>\n' + m['content'].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}"
                            "{{ '<|im_end|>\n' }}", after="<|im_start|>assistant\n"),
@@ -344,16 +339,10 @@ FAMILIES = {
     "mistral v1": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
                          "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}"
                          "{% endfor %}", ("</s>", "<s>"), "{}</s>", bos="<s>", system=False),
-    "mixtral": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
-                      "{{ ' [INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}"
-                      "{% endfor %}", ("</s>", "<s>"), " {}</s>", bos="<s>", system=False),
     "mistral v2": Family(mistral("[INST] ", "' ' + m['content']"), INST, " {}</s>", bos="<s>"),
     "mistral v3": Family(mistral("[INST] ", "' ' + m['content'] | trim"), INST, " {}</s>", bos="<s>", trims=True,
                          call=MISTRAL_CALL),
     "mistral tekken": Family(mistral("[INST]", "m['content']"), INST, "{}</s>", bos="<s>", call=MISTRAL_CALL),
-    "mistral v7": Family(SYSTEM_APART + "{{ bos_token + '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}"
-                         "{% for m in talk %}{% if m['role'] == 'user' %}{{ '[INST]' + m['content'] + '[/INST]' }}"
-                         "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>"),
     "pixtral": Family(SYSTEM_APART + "{{ bos_token }}{% for m in talk %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
                       "{% if loop.last and system %}{{ '[INST]' + system + '\n\n' }}{% else %}{{ '[INST]' }}{% endif %}"
                       "{% if m['content'] is not string %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"
@@ -406,11 +395,6 @@ FAMILIES = {
                        trims=True),
     "falcon": Family(loop("{{ m['role'] | capitalize + ': ' + m['content'] + '\n\n' }}", after="Assistant:"),
                      ("<|endoftext|>",), " {}"),
-    "falcon-h1": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
-                             "{{ bos_token }}", "<|im_start|>assistant\n"), ("<|end_of_text|>", "<s>", *CHATML_TOKENS),
-                        "{}<|im_end|>", bos="<s>"),
-    "olmo2": Family("{{ bos_token }}" + TULU.removeprefix("{{ bos_token }}"), ("<|endoftext|>", "<|b|>"),
-                    "{}<|endoftext|>", bos="<|b|>"),
     "tulu": Family(TULU, ("</s>", "<s>"), "{}</s>", bos="<s>"),
     "granite3": Family(loop("{{ " + GRANITE_ROLE + " + m['content'] + '<|end_of_text|>\n' }}",
                             after="<|start_of_role|>assistant<|end_of_role|>"),

@@ -391,7 +391,7 @@ def test_a_long_first_row_is_shown_with_the_end_of_its_prompt_and_every_trained_
     assert shown.startswith("<|im_start|>system") and "what?<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n" in shown
     assert shown.count("⟦") == shown.count("⟧") == 4 and shown.count("…") >= 4
     assert all(f"⟦answer {number} x" in shown for number in range(3)) and shown.endswith("x <|im_end|>⟧\n")
-    assert len(tokenizer(shown).input_ids) < 600
+    assert len(shown) < 2000
 
 
 def test_a_short_first_row_is_shown_as_a_whole(tmp_path: Path) -> None:
@@ -400,13 +400,3 @@ def test_a_short_first_row_is_shown_as_a_whole(tmp_path: Path) -> None:
     [corpus] = pack_rows(open_rows(path, data, tokenizer, None, lambda *_: None), data, seed=0)
     shown = corpus.show(tokenizer)
     assert "⟦naïve 🙂<|im_end|>⟧\n" in shown and shown.endswith("⟦A<|im_end|>⟧\n") and "…" not in shown
-
-
-@pytest.mark.parametrize("turns", [2, 60])
-def test_short_parts_of_the_first_row_leave_more_to_the_long_ones(turns: int, tmp_path: Path) -> None:
-    rows = talk(*[ANSWER | {"content": "A"}, USER] * turns, ANSWER | {"content": "x " * 800 + "end"})
-    data, tokenizer = Data(format=Format.chat, seq_len=4096), tokenizer_of("chatml")
-    [corpus] = pack_rows(open_rows(put(tmp_path, rows), data, tokenizer, None, lambda *_: None), data, seed=0)
-    shown = corpus.show(tokenizer)
-    assert shown.count("⟦A<|im_end|>⟧") == turns and shown.endswith("end<|im_end|>⟧\n")
-    assert shown.count("x ") > (150 if turns == 2 else 4)

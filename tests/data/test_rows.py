@@ -172,19 +172,6 @@ def test_the_rows_of_speakers_are_made_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_conversations(tmp_path: Path, name: str) -> None:
-    talks: list[list[dict[str, Any]]] = [
-        [{"role": "user", "content": "2024-01-01"}, {"role": "assistant", "content": "A date."}],
-        [{"role": "system", "content": ""}, {"role": "user", "content": "Hi"}],
-    ]
-    if name.endswith(".parquet"):
-        path = parquet(tmp_path, name, messages=talks)
-    else:
-        path = put(tmp_path, name, lines(*({"messages": talk} for talk in talks)))
-    assert rows_of(path, **CHAT) == [{"messages": talk} for talk in talks]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_one_column_may_serve_two_fields(tmp_path: Path, name: str) -> None:
     path = put(tmp_path, name, lines({"x": "echo"})) if name == "a.jsonl" else parquet(tmp_path, name, x=["echo"])
     assert rows_of(path, columns={"prompt": "x", "completion": "x"}, **PC) == [{"prompt": "echo", "completion": "echo"}]
