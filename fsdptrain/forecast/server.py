@@ -25,7 +25,7 @@ from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
-from fsdptrain.model.attention import choose_attention
+from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
@@ -33,6 +33,7 @@ from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
 from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
+from fsdptrain.text import seconds
 
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
@@ -50,6 +51,7 @@ def estimate(
     flash = {varlen.NAME: hardware.flash, "flash_attention_2": "flash", "flex_attention": "flex"}.get(kernel)
     if kernel in ("flash_attention_2", "flex_attention"):
         plan, masked = varied(plan, {"model.attn_implementation": "sdpa"}), False
+    card = hardware
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
     model = counted_model(plan, config) if bare is None or plan.freezes else bare
@@ -75,6 +77,10 @@ def estimate(
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
     time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
+    if kernel == varlen.NAME and attention and (name := card.faster_flash):
+        faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
+        instead = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
+        notes.append(f"{flash_recommendation(name)}; its forecast: {instead}")
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),

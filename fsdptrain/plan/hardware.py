@@ -110,6 +110,13 @@ class Hardware:
         """Whether FlashAttention runs on this card: not before Ampere."""
         return "flash" in self.attention_share
 
+    @property
+    def faster_flash(self) -> str | None:
+        """The key of a successor of FlashAttention 2 that torch's varlen operator could use here, but does not."""
+        if self.flash != "flash" or self.name == CUSTOM_NAME:
+            return None
+        return next((name for name in ("FA3", "FA4") if name in self.attention_share), None)
+
     def with_attention(self, kernel: str) -> Hardware:
         """Return this card if `kernel`, a key of `attention_share`, computes what flash and cuDNN would.
 

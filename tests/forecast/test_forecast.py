@@ -280,6 +280,10 @@ def test_flash_operators_take_the_rate_of_the_kernel_behind_them(name: str) -> N
             found = kernel_s(Kernel(name + suffix, BUSY, 0, 0, 0), H100.with_attention(kernel), half=True)
             assert math.isclose(found, BUSY / (H100.flops * shares[way]))
     assert not H100.with_attention("flash").prefers_cudnn  # flash_attention_2 is never cuDNN
+    custom = parse_hardware("memory=80e9,flops=1e15,intra_bw=3e11,inter_bw=5e10").hardware
+    others = KNOWN["a100-80gb"], dataclasses.replace(H100, flash="FA3"), custom
+    found = [card.faster_flash for card in (H100, KNOWN["b200-192gb"], *others)]
+    assert found == ["FA3", "FA4", None, None, None]
     start = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory}
     assert [getattr(hardware_of(start | used), "flash", "") for used in ({}, {"flash": "FA3"})] == ["flash", "FA3"]
 

@@ -19,7 +19,7 @@ from fsdptrain.forecast.server import estimate
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import Kernel
 from fsdptrain.model import varlen
-from fsdptrain.model.attention import choose_attention
+from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.tiles import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, varied
@@ -146,6 +146,9 @@ def _check_rates(plan: Plan, config: Any) -> None:
         "varlen": "FlashAttention 2", "FA3": "FlashAttention 3", "flash_attention_2": "FlashAttention 2",
         "flex_attention": "flex_attention",
     }  # fmt: skip
+    [note] = found["varlen"].notes
+    assert str(flash_recommendation("FA3")) in note and f"{found['FA3'].step_s:.3g} s a step instead of" in note
+    assert not any(each.notes for name, each in found.items() if name != "varlen")
     assert found["FA3"].compute_s < found["varlen"].compute_s
     assert found["flex_attention"].compute_s < found["flash_attention_2"].compute_s
 
