@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint import nodes
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
-from fsdptrain.data.hub import hub_errors
-from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
+from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
@@ -249,6 +248,7 @@ def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
     assert data["split"] == data["lengths"]["over_seq_len"] > 0
     assert data["steps"] == -(-2 * data["sequences"] // 8) and data["steps_per_epoch"] == data["sequences"] / 8
     assert data["columns"] == ["text"] and data["needed"] == {"text": "text"}
+    assert 0 < data["document"] < 64 and f"{data['rows_per_sequence']:.1f} rows per sequence" in output
     assert (
         "█" in output
         and "⟦First Citizen" in output
@@ -320,13 +320,6 @@ def test_evaluations_and_prompts_take_time_beside_the_steps(tmp_path: Path) -> N
     assert [*times_beside_steps(30, plan, data | {"eval_sequences": 0})] == []
 
 
-def test_the_data_level_says_how_mixed_a_sequence_is(tmp_path: Path) -> None:
-    found, output = validate(write_recipe(tmp_path))
-    data = found.levels["data"]
-    assert 0 < data["document"] < 64
-    assert f"{data['rows_per_sequence']:.1f} rows per sequence" in output
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("strategy", "ranks"), [("FULL_SHARD", 3), ("NO_SHARD", 2)])
 def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, tmp_path: Path) -> None:
@@ -380,12 +373,6 @@ def test_an_id_on_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     assert found.levels["model"]["blocks"] == 3  # planned without the Hub
     assert [problem.split(":")[0] for problem in found.problems] == ["data.path", "model.id"]
     assert "local file" in found.problems[0]
-
-
-def test_such_an_error_keeps_its_class_between_processes() -> None:
-    with pytest.raises(RecipeError) as caught, hub_errors("model.id", "runs/not/there"):
-        pass
-    assert type(from_record(to_record(caught.value))) is type(caught.value)
 
 
 def names_in(value: Any) -> set[str]:
