@@ -13,6 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version  # reads one file per package; importing torch takes seconds
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_type_hints
 
@@ -50,7 +52,7 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.checkpoint.resume import EarlierAttempts
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.inference.load_model import OpenedModel
+    from fsdptrain.inference.opened import OpenedModel
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
     from fsdptrain.validation.findings import Outcome
@@ -100,8 +102,6 @@ Overrides = Annotated[
 
 def _print_version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version  # reads one file per package; importing torch takes seconds
-
         parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         print(f"fsdptrain {version('fsdptrain')} ({parts}, Python {sys.version.split()[0]})")
         raise typer.Exit
@@ -109,7 +109,7 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
+    versions: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the versions and exit")
     ] = False,
 ) -> None:
@@ -179,23 +179,21 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
     """Convert errors of the operating system to FsdptrainErrors with a way out."""
     try:
         yield
-    except OSError as error:
-        if is_disk_full(error):
-            raise disk_full_error(error) from None
-        if error.errno is None:  # of a library
-            raise FsdptrainError(first_line(error)) from error
-        reason = system_reason(error)
-        raise StorageError(f"{error.filename}: {reason}" if error.filename else reason) from error
     except UnicodeEncodeError as error:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be a file name in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
         ) from None
     except BaseException as error:
-        if is_disk_full(error):  # of a library in Rust
+        if is_disk_full(error):  # of the system, or of a library in Rust
             raise disk_full_error(error) from None
         if is_panic(error):
             raise FsdptrainError(f"internal error: a library failed: {first_line(error)} (please report it)") from error
-        raise
+        if not isinstance(error, OSError):
+            raise
+        if error.errno is None:  # of a library
+            raise FsdptrainError(first_line(error)) from error
+        reason = system_reason(error)
+        raise StorageError(f"{error.filename}: {reason}" if error.filename else reason) from error
 
 
 @contextlib.contextmanager
@@ -341,7 +339,7 @@ def validate(
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
         from fsdptrain.validation.findings import show_outcome
-        from fsdptrain.validation.request import make_request
+        from fsdptrain.validation.request import make_request, run_dry_run
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
@@ -349,7 +347,11 @@ def validate(
             check_plot_path(plot)
         options: dict[str, Any] = {"plot": str(plot) if plot else None, "advise": advise, "build": not no_build}
         request = make_request(written, hardware, trust_remote_code, price, **options)
-        outcome = _check_here(request) if here else _run_dry_run(request)
+        if here:
+            outcome = _check_here(request)
+        else:
+            with _screen_beside_result() as screen:
+                outcome = run_dry_run(request, screen)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
             _print_json({"notes": [], "problems": str(error).splitlines()})
@@ -365,15 +367,7 @@ def validate(
         _print_problems(outcome.problems)
     if here:
         _exit_at_once(outcome.exit_code)
-    if outcome.exit_code:
-        sys.exit(outcome.exit_code)
-
-
-def _run_dry_run(request: Request) -> Outcome:
-    from fsdptrain.validation.request import run_dry_run
-
-    with _screen_beside_result() as screen:
-        return run_dry_run(request, screen)
+    sys.exit(outcome.exit_code)
 
 
 def _check_here(request: Request) -> Outcome:
@@ -539,7 +533,7 @@ def submit(
     account: Annotated[str | None, typer.Option(metavar="NAME", help="account")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
-    """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
+    """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list."""
     written = find_recipe(recipe, overrides)
     from fsdptrain.launch import submit as jobs
     from fsdptrain.plan.hardware import parse_hardware
@@ -570,9 +564,10 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
     from fsdptrain.terminal.page import Page
     from fsdptrain.validation.findings import show_outcome
-    from fsdptrain.validation.request import make_request
+    from fsdptrain.validation.request import make_request, run_dry_run
 
-    outcome = _run_dry_run(make_request(written, hardware))
+    with _screen_beside_result() as screen:
+        outcome = run_dry_run(make_request(written, hardware), screen)
     if outcome.exit_code:
         show_outcome(outcome, Page())
         _print_problems(outcome.problems)
@@ -718,7 +713,7 @@ def chat(
     with contextlib.ExitStack() as stack:
         with _screen_beside_result() as screen:  # its live line would be in the way of the answers
             opened = stack.enter_context(_opened_model(model, step, dtype, trust_remote_code, screen))
-        from fsdptrain.inference.dialogue import Dialogue, Sampling, talk
+        from fsdptrain.inference.opened import Dialogue, Sampling, talk
 
         dialogue = Dialogue(opened, Sampling(max_tokens, temperature, seed), source)
         if prompt is not None:
@@ -744,7 +739,7 @@ def _opened_model(
         what = "has neither plan.json nor config.json" if rundir.root.is_dir() else "is not a folder"
         raise RecipeError(f"{model} {what}: name a run folder, or a folder of transformers or peft")
     with screen.busy("importing transformers"):
-        from fsdptrain.inference.load_model import opened_model
+        from fsdptrain.inference.opened import opened_model
     with opened_model(rundir, step, dtype, trust_remote_code, screen) as opened:
         yield opened
 
@@ -798,29 +793,14 @@ def _write_new(dest: Path, text: str) -> None:
             stream.write(text)
 
 
-@recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
-def list_recipes(
-    kind: Annotated[str | None, typer.Argument(metavar="clusters", help="files for clusters and clouds")] = None,
-) -> None:
-    """List the shipped recipes. With `clusters`, list the files for clusters and clouds."""
-    if kind not in (None, CLUSTERS):
-        raise RecipeError(f"unknown list {kind!r}: use `recipes list` for the recipes, or `recipes list {CLUSTERS}`")
-    for name, path in _shipped_files().items():
-        if kind and name.startswith(f"{CLUSTERS}/"):
-            lines = path.read_text(encoding="utf-8").splitlines()
-            comment = next(line for line in lines if not line.startswith("#!"))
-            _print_listed(name, comment.strip("# :"))
-    for path in () if kind else _shipped_recipes():
-        first = next(
-            (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
-        )
-        _print_listed(path.stem, first)
-
-
-def _print_listed(name: str, what: str) -> None:
-    """Print a name and what it is, on a narrow terminal below it."""
+@recipes_app.command("list", epilog="Example: fsdptrain recipes list")
+def list_recipes() -> None:
+    """List the shipped recipes, and the files for clusters and clouds."""
     is_narrow = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns < WIDE
-    print(wrapped_for(f"{name}\n  {what}" if is_narrow else f"{name:36} {what}", sys.stdout))
+    for name, path in _shipped_files().items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        what = next(line for line in lines if not line.startswith("#!")).strip("# :")
+        print(wrapped_for(f"{name}\n  {what}" if is_narrow else f"{name:36} {what}", sys.stdout))
 
 
 @recipes_app.command("show", epilog="Example: fsdptrain recipes show gsm8k-lora")
@@ -873,33 +853,29 @@ def find_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
         raise RecipeError(
             f"{recipe} is data, not a recipe; to write one for it: fsdptrain init --data {recipe} --model ID"
         )
-    return load(path if os.path.isfile(path) else _find_shipped(recipe), overrides)  # noqa: PTH113
+    return load(path if os.path.isfile(path) else _find_shipped(recipe, _shipped_recipes()), overrides)  # noqa: PTH113
 
 
-def _shipped_recipes() -> list[Path]:
-    return sorted(shipped("recipes").glob("*.yaml"))
+def _shipped_recipes() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(shipped("recipes").glob("*.yaml"))}
 
 
 def _shipped_files() -> dict[str, Path]:
     """Return name → path of the shipped recipes, and of the files for clusters, as `clusters/trainjob.yaml`."""
     files = {f"{CLUSTERS}/{path.name}": path for path in sorted(shipped("recipes", CLUSTERS).iterdir())}
-    return {path.stem: path for path in _shipped_recipes()} | files
+    return _shipped_recipes() | files
 
 
-def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
-    from difflib import get_close_matches
-
-    recipes = recipes or {path.stem: path for path in _shipped_recipes()}
-    if name in recipes:
-        return recipes[name]
+def _find_shipped(name: str, files: dict[str, Path]) -> Path:
+    if name in files:
+        return files[name]
     nearby = [str(path) for path in Path(os.path.dirname(name) or ".").glob("*.y*ml")]  # noqa: PTH120
-    matches = get_close_matches(name, [*nearby, *recipes], n=1)
-    hint = f"; did you mean {matches[0]}?" if matches else f"; the shipped recipes: {', '.join(recipes)}"
+    matches = get_close_matches(name, [*nearby, *files], n=1)
+    hint = f"; did you mean {matches[0]}?" if matches else f"; the shipped recipes: {', '.join(files)}"
     raise RecipeError(f"{name}: no such file or shipped recipe{hint}")
 
 
 def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
-    """Print that there is nothing left to train, and what to do next."""
     from fsdptrain.report.run_banner import next_steps
     from fsdptrain.terminal.screen import Screen
 

@@ -35,7 +35,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 MAX_MESSAGE_CHARS = 8000  # of a message or a traceback that is sent to another process
-MAX_LISTED = 30  # names that a message lists before it says how many more there are
 HUB_UNREACHABLE = "the Hub cannot be reached"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
 # In messages of Python and of Rust, whose libraries (tokenizers, safetensors) raise classes of their own.
@@ -212,7 +211,7 @@ def shortened(text: str, max_chars: int = 200) -> str:
     return f"{text[: max_chars - tail]} […] {text[-tail:]}"
 
 
-def listed(names: Iterable[object], limit: int = MAX_LISTED) -> str:
+def listed(names: Iterable[object], limit: int = 30) -> str:
     """Return names for a message: `a, b, c`, or the first `limit` of them and the number of the others."""
     words = [shortened(str(name)) for name in names]
     more = len(words) - limit
@@ -232,13 +231,9 @@ def own_frame(frames: Iterable[tuple[str, int, str]]) -> str | None:
 
 def from_record(record: dict[str, str]) -> FsdptrainError:
     """Return the error that `to_record` described; any other class becomes a WorkerError that names the class."""
-    cls = {cls.__name__: cls for cls in _classes(FsdptrainError)}.get(record["type"])
-    if cls is None:
-        return WorkerError(f"{record['type']}: {record['message']}")
-    return cls(record["message"])
-
-
-def _classes(cls: type[FsdptrainError]) -> Iterator[type[FsdptrainError]]:
-    yield cls
-    for derived in cls.__subclasses__():
-        yield from _classes(derived)
+    classes: list[type[FsdptrainError]] = [FsdptrainError]
+    for cls in classes:
+        if cls.__name__ == record["type"]:
+            return cls(record["message"])
+        classes += cls.__subclasses__()
+    return WorkerError(f"{record['type']}: {record['message']}")

@@ -34,19 +34,17 @@ def wrapped(text: str, width: int, extra_indent: int = 0) -> str:
     A continuation line is indented to the text of its first line, that is after the first line's indent and its label
     (a word and two spaces), plus `extra_indent` columns.
     """
-    return "\n".join(_wrapped(line, width, extra_indent) for line in printable(text).split("\n"))
-
-
-def _wrapped(line: str, width: int, extra_indent: int) -> str:
-    indent = re.match(r"\s*(?:\S+ {2,})?", line)
-    assert indent is not None
-    hanging = " " * min(indent.end() + extra_indent, width // 3)
-    label = indent[0].replace(" ", NO_BREAK_SPACE)  # so that the label stays on the line of its first word
-    lines = textwrap.wrap(
-        label + line[indent.end() :], width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False,
-        replace_whitespace=False, expand_tabs=False,
-    )  # fmt: skip
-    return "\n".join(lines).replace(NO_BREAK_SPACE, " ")
+    found: list[str] = []
+    for line in printable(text).split("\n"):
+        indent = re.match(r"\s*(?:\S+ {2,})?", line)
+        assert indent is not None
+        label = indent[0].replace(" ", NO_BREAK_SPACE)  # so that the label stays on the line of its first word
+        lines = textwrap.wrap(
+            label + line[indent.end() :], width, break_long_words=False, break_on_hyphens=False, expand_tabs=False,
+            replace_whitespace=False, subsequent_indent=" " * min(indent.end() + extra_indent, width // 3),
+        )  # fmt: skip
+        found += lines or [""]
+    return "\n".join(found).replace(NO_BREAK_SPACE, " ")
 
 
 # What a terminal obeys, other than line breaks and tabs; Unicode's line breaks; what turns the direction of a text.

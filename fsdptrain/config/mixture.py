@@ -89,14 +89,9 @@ def _source(data: Data, item: dict[str, Any]) -> MixtureSource:
     return MixtureSource(
         own.name or _default_name(own.path),
         dataclasses.replace(data, sources=[], **keys),
-        None if own.weight is None else _exactly(own.weight),
-        Fraction(1) if own.epochs is None else _exactly(own.epochs),
+        None if own.weight is None else Fraction(str(own.weight)),  # as it is written: 0.7 is 7/10
+        Fraction(1) if own.epochs is None else Fraction(str(own.epochs)),
     )
-
-
-def _exactly(number: float) -> Fraction:
-    """Return the number as it is written: 0.7 is 7/10."""
-    return Fraction(str(number))
 
 
 def _default_name(path: DataPath | None) -> str:

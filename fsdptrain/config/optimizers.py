@@ -65,31 +65,23 @@ class StateTensor:
 StateOf = Callable[[Weight, Dtype], list[StateTensor]]  # (a parameter, the dtype of its master weights) → its state
 
 
-def _moments(weight: Weight, master: Dtype) -> list[StateTensor]:
-    return [StateTensor(key, weight.shape, master) for key in ("exp_avg", "exp_avg_sq")]
+def _kept(*keys: str, dtype: str | None = None) -> StateOf:
+    """Return the state of an optimizer that keeps whole tensors, in the dtype of the master weights or another."""
+    return lambda weight, master: [StateTensor(key, weight.shape, dtype or master) for key in keys]
 
 
-def _moments_in_bfloat16(weight: Weight, master: Dtype) -> list[StateTensor]:
-    return _moments(weight, "bfloat16")
-
-
-def _momentum(weight: Weight, master: Dtype) -> list[StateTensor]:
-    return [StateTensor("momentum_buffer", weight.shape, master)]
+_moments = _kept("exp_avg", "exp_avg_sq")
 
 
 def _momentum_of_matrices(weight: Weight, master: Dtype) -> list[StateTensor]:
-    return (_momentum if is_orthogonalised(weight) else _moments)(weight, master)
-
-
-def _moment_in_float32(weight: Weight, master: Dtype) -> list[StateTensor]:
-    return [StateTensor("state1", weight.shape, "float32")]
+    return (_kept("momentum_buffer") if is_orthogonalised(weight) else _moments)(weight, master)
 
 
 def _moments_in_8_bits(weight: Weight, master: Dtype) -> list[StateTensor]:
     """Return two moments with a byte a value and a scale a block if there are whole blocks, else in float32."""
     columns = padded_columns(weight.shape)
     if not columns:
-        return [StateTensor(key, weight.shape, "float32") for key in ("state1", "state2")]
+        return _kept("state1", "state2", dtype="float32")(weight, master)
     rows = weight.shape[:-1]
     return [
         tensor
@@ -180,7 +172,7 @@ class OptimizerKind(StrEnum):
         OptimizerTraits(
             "fsdptrain.train.optim.AdamWBfloat16",
             ADAM_SETTINGS,
-            _moments_in_bfloat16,
+            _kept("exp_avg", "exp_avg_sq", dtype="bfloat16"),
             found_inf=True,
             leaner="adamw_8bit",
             # A value of bfloat16 has 8 bits: one that decays by less than 1 / 2**9 of it is rounded back to itself.
@@ -216,7 +208,7 @@ class OptimizerKind(StrEnum):
         OptimizerTraits(
             "fsdptrain.train.blockwise.RowwiseLion",
             {"betas": [0.9, 0.99]},
-            _moment_in_float32,
+            _kept("state1", dtype="float32"),
             aliases=("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
             library="bitsandbytes",
         ),
@@ -226,7 +218,7 @@ class OptimizerKind(StrEnum):
         OptimizerTraits(
             "torch.optim.SGD",
             {"momentum": 0.9},
-            _momentum,
+            _kept("momentum_buffer"),
             {"fused": True},
             found_inf=True,
             keeps_if="momentum",

@@ -85,9 +85,7 @@ def cache_root() -> Path:
 
 
 def with_expanded_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer: libraries do not expand it.
-
-    A folder in checkpoint.path becomes absolute.
+    """Return the recipe with `~` expanded, which libraries do not, and the folder of checkpoint.path absolute.
 
     Data paths stay as written, because a run to resume is identified by them.
     """
@@ -242,22 +240,17 @@ def matching_paths(pattern: str) -> list[str]:
             reason = f"needs a search of more than {MAX_FOLDERS:,} folders: give a narrower pattern"
             raise DataError(f"data.path: {shortened(pattern)!r} {reason}")
         else:
-            names = [e for e in _scan(folder) if first.startswith(".") or not e.name.startswith(".")]
-            todo += _below(folder, names, first, rest)
+            entries = [e for e in _scan(folder) if first.startswith(".") or not e.name.startswith(".")]
+            if first != "**":
+                todo += [(e.path, rest) for e in entries if fnmatch.fnmatchcase(e.name, first)]
+                continue
+            todo.append((folder, rest))
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append((entry.path, parts))
+                elif not rest:
+                    todo.append((entry.path, ()))
     return sorted(found)
-
-
-def _below(folder: str, entries: list[os.DirEntry[str]], first: str, rest: tuple[str, ...]) -> Iterator[Any]:
-    """Yield what to search next in a folder, as (path, pattern below it). `first` is the pattern for its entries."""
-    if first != "**":
-        yield from ((e.path, rest) for e in entries if fnmatch.fnmatchcase(e.name, first))
-        return
-    yield folder, rest
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield entry.path, ("**", *rest)
-        elif not rest:
-            yield entry.path, ()
 
 
 def _scan(folder: str) -> Iterator[os.DirEntry[str]]:

@@ -27,7 +27,7 @@ from fsdptrain.data.corpus import IGNORED, Batch, Corpus, Ints
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, readable_files
 from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError, listed
-from fsdptrain.inference.load_model import OpenedModel
+from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
 from fsdptrain.model.loss import MEASURES, answer_sums, dpo_loss
 from fsdptrain.model.units import nonfinite_names, nonfinite_note
@@ -71,7 +71,7 @@ class ReadAs:
 
 
 def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, screen: Screen) -> dict[str, Any]:
-    """Return loss and perplexity, or MEASURES, on each path and in all, for JSON; see `places_of_data` for the paths.
+    """Return loss and perplexity, or MEASURES, on each path (a value of `--data`) and in all, for JSON.
 
     Raises DataError for rows that cannot be read, RecipeError if only some of the paths have pairs, and NonFiniteError
     for weights that are not finite.
@@ -81,17 +81,17 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
         screen.show(progress_record(stage, done, total))
 
     scores, files = [], []
-    for path, place in zip(paths, places_of_data(paths), strict=True):
+    for path, place in zip(paths, _places_of_data(paths), strict=True):
         readable_files(place, progress=progress)  # downloads what is in an object store
         try:
-            data = data_of(opened, place, read_as)
+            data = _data_of(opened, place, read_as)
             rows = open_rows(place, data, opened.tokenizer, None, progress, opened.day(data))
         except DataError as error:
             if "columns" in str(error):
                 error.add_note("Here data.format and data.columns are the options --format and --column.")
             raise
         (corpus,) = pack_rows(rows, data, seed=0)
-        scores.append((score_pairs if corpus.paired else score_rows)(opened, corpus, progress))
+        scores.append((_score_pairs if corpus.paired else _score_rows)(opened, corpus, progress))
         if not np.isfinite(scores[-1].totals).all() and (names := nonfinite_names(opened.model)):
             raise NonFiniteError(f"{opened.name}: {nonfinite_note(names)}")
         if len(scores[0].totals) != len(scores[-1].totals):
@@ -102,8 +102,7 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
     return {"model": opened.name, "files": files, "all": everything.report()}
 
 
-def places_of_data(paths: Sequence[str]) -> list[str]:
-    """Return the files, globs, folders, URLs or Hub data sets of `--data`; raises RecipeError or NoData for others."""
+def _places_of_data(paths: Sequence[str]) -> list[str]:
     if fault := next((fault for path in paths if (fault := path_fault(path) or url_fault(path))), None):
         raise RecipeError([Problem(fault, "--data")])
     try:
@@ -112,14 +111,13 @@ def places_of_data(paths: Sequence[str]) -> list[str]:
         raise NoData(str(error).replace("data.path", "--data", 1)) from None
 
 
-def data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
+def _data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     """Return how the rows of a path are read: as those of a source of the run, else as their columns say.
 
     What the command line says goes first.
     """
-    seq_len = read_as.seq_len or (opened.data.seq_len if opened.data else None)
-    if seq_len is None:
-        seq_len = min(DEFAULT_SEQ_LEN, position_limit(opened.model.config) or DEFAULT_SEQ_LEN)
+    seq_len = min(DEFAULT_SEQ_LEN, position_limit(opened.model.config) or DEFAULT_SEQ_LEN)
+    seq_len = read_as.seq_len or (opened.data.seq_len if opened.data else seq_len)
     data = _as_the_run_reads(opened, place, read_as) or _as_columns_say(opened, place, read_as)
     return dataclasses.replace(data, seq_len=seq_len)
 
@@ -164,20 +162,19 @@ def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     return data
 
 
-def score_rows(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
-    """Return the score of rows: the cross-entropy of their label tokens."""
+def _score_rows(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
     total, tokens = 0.0, 0
-    for log_probs, _ in log_probs_of_labels(opened.model, corpus, progress):
+    for log_probs, _ in _log_probs(opened.model, corpus, progress):
         total, tokens = total - float(log_probs.double().sum()), tokens + len(log_probs)
     return Score(corpus.notes["rows"], tokens, tokens, np.array([total]))
 
 
-def score_pairs(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
+def _score_pairs(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
     """Return the score of pairs: the loss of DPO, and MEASURES; the reference is the model with which the run began."""
     assert opened.plan is not None
     with opened.reference() as reference:
-        before = [log_probs for log_probs, _ in log_probs_of_labels(reference, corpus, progress)]
-    now, answers = (torch.cat(each) for each in zip(*log_probs_of_labels(opened.model, corpus, progress), strict=True))
+        before = [log_probs for log_probs, _ in _log_probs(reference, corpus, progress)]
+    now, answers = (torch.cat(each) for each in zip(*_log_probs(opened.model, corpus, progress), strict=True))
     of_labels: Any = {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
     of_labels["reference"] = answer_sums(torch.cat(before), of_labels, None)[0]
     loss, measures = dpo_loss(now, of_labels, opened.plan.recipe.train.dpo, 1)
@@ -185,18 +182,18 @@ def score_pairs(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Scor
     return Score(corpus.notes["rows"], len(now), len(corpus.pieces) // 2, totals)
 
 
-def log_probs_of_labels(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _log_probs(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield, some pieces at a time, the log-probability of each label, float32, and the number of its piece."""
     done, alone = 0, longrope_threshold(model.config, corpus.seq_len) is not None
-    for numbers, batch in batches(corpus, alone):
+    for numbers, batch in _batches(corpus, alone):
         labels = batch["labels"]
         with torch.no_grad():
-            log_probs = batch_log_probs(model, batch)
+            log_probs = _batch_log_probs(model, batch)
         yield log_probs[labels.flatten() != IGNORED], torch.from_numpy(numbers)[torch.nonzero(labels != IGNORED)[:, 0]]
         progress("evaluating", done := done + len(numbers), len(corpus.pieces))
 
 
-def batches(corpus: Corpus, alone: bool) -> Iterator[tuple[Ints, Batch]]:
+def _batches(corpus: Corpus, alone: bool) -> Iterator[tuple[Ints, Batch]]:
     """Yield the numbers of pieces of similar length, and those pieces as rows, padded; `alone`: one at a time."""
     order, first = np.argsort(-corpus.pieces[:, 1], kind="stable"), 0
     while first < len(order):
@@ -209,7 +206,7 @@ def batches(corpus: Corpus, alone: bool) -> Iterator[tuple[Ints, Batch]]:
         yield some, rows.batch(range(len(some)))
 
 
-def batch_log_probs(model: Any, batch: Batch) -> torch.Tensor:
+def _batch_log_probs(model: Any, batch: Batch) -> torch.Tensor:
     """Return the log-probability of the label of each position, float32 on the CPU; 0 where there is none."""
     # No positions and no mask: every row is one document, and its padding is behind it.
     logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits.flatten(0, 1)

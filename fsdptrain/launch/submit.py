@@ -148,7 +148,7 @@ def submit_to_slurm(job: Job, script: str) -> str:
     if shutil.which("sbatch") is None:
         raise RecipeError(
             "there is no sbatch on this machine: --dry-run prints the script for Slurm; for other clusters and clouds, "
-            "take a file of `fsdptrain recipes list clusters` (docs/clouds.md)"
+            "take a file of `fsdptrain recipes list` (docs/clouds.md)"
         )
     job.logs.parent.mkdir(parents=True, exist_ok=True)
     write_mark(job.logs.parent)

@@ -38,7 +38,7 @@ from fsdptrain.forecast.device import Backend, PretendStream, pretend_world
 from fsdptrain.forecast.kernels import cuda_attention
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
-from fsdptrain.inference.load_model import opened_model
+from fsdptrain.inference.opened import opened_model
 from fsdptrain.model.patches import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port

@@ -28,7 +28,7 @@ from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.inference.load_model import opened_model
+from fsdptrain.inference.opened import opened_model
 from fsdptrain.model.config import LIMITS, load_config, own_classes, position_limit, save_assets
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Plan, make_plan

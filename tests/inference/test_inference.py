@@ -25,8 +25,7 @@ from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.inference.dialogue import Dialogue, Sampling
-from fsdptrain.inference.load_model import OpenedModel, opened_model
+from fsdptrain.inference.opened import Dialogue, OpenedModel, Sampling, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology

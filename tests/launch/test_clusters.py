@@ -118,7 +118,7 @@ def test_the_command_of_a_container_has_the_memory_that_nccl_needs(commands: Pat
 
 
 def test_the_files_are_listed_shown_and_copied(tmp_path: Path) -> None:
-    listed = fsdptrain("recipes", "list", "clusters").stdout
+    listed = fsdptrain("recipes", "list").stdout
     names = re.findall(r"^clusters/(\S+) +[A-Z]", listed, re.MULTILINE)
     assert names == sorted(path.name for path in FOLDER.iterdir())
     assert fsdptrain("recipes", "show", "clusters/trainjob.yaml").stdout == (FOLDER / "trainjob.yaml").read_text()

@@ -1,17 +1,20 @@
-"""Open a run or a Hugging Face folder with transformers, in one process: on a GPU, or on the CPU if there is none."""
+"""A run or a Hugging Face folder, opened in one process, on a GPU or the CPU, and its answers by `generate`."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import StoppingCriteriaList, TextStreamer
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.export_check import open_adapter, open_model
@@ -19,15 +22,22 @@ from fsdptrain.checkpoint.manifest import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import MixtureSource, prompt_source, source_named
 from fsdptrain.config.schema import Data
+from fsdptrain.data.encode import end_tokens, prompt_tokens, renders_chat
 from fsdptrain.data.hub import model_revision, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.resume_pins import pin_date
 from fsdptrain.data.tokenizer import open_tokenizer, own_code_note
+from fsdptrain.data.turn_spans import Message
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.config import position_limit
 from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.processes import Interrupted, StopRequest
 from fsdptrain.run_folder.files import is_there, scratch_folder
 from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
+
+EXIT = "/exit"
+NEW = "/new"
 
 
 @dataclass(frozen=True)
@@ -95,8 +105,8 @@ def opened_model(
     """Open the export of a run, its checkpoint of `step`, or the folder `rundir.root` of transformers or peft.
 
     Without an export the newest checkpoint is exported to a temporary folder. `dtype` is that of the weights and of
-    computing, by default float32 on a CPU and that of training, or of the files, on a GPU. Raises RecipeError if there
-    is nothing to open, or it cannot be opened.
+    computing, by default that of training, or of the files; on a CPU float32, because few are fast in another one.
+    Raises RecipeError if there is nothing to open, or it cannot be opened.
     """
     if is_model(rundir.root) and rundir.root == RunDir.open(rundir.root.parent).export:
         rundir = RunDir.open(rundir.root.parent)
@@ -108,8 +118,10 @@ def opened_model(
         if plan and step is None and is_model(rundir.export):
             folder, name = rundir.export, f"{rundir.export} (step {read_export_record(rundir).step})"
         elif plan:
-            folder, name = stack.enter_context(exported_for_now(rundir, plan, step, trust_remote_code, screen))
-        options: dict[str, Any] = {"dtype": dtype or default_dtype(plan), "trust_remote_code": trust_remote_code}
+            folder, name = stack.enter_context(_exported_for_now(rundir, plan, step, trust_remote_code, screen))
+        if dtype is None and torch.cuda.is_available():
+            dtype = plan.recipe.fsdp.mixed_precision.param_dtype if plan else "auto"
+        options: dict[str, Any] = {"dtype": dtype or "float32", "trust_remote_code": trust_remote_code}
         with screen.busy(f"opening {name}"), recipe_errors(f"{folder} cannot be opened"):
             model, tokenizer = _open_model(str(folder), options), open_tokenizer(str(folder))
         for note in filter(None, map(own_code_note, (model, tokenizer))):
@@ -120,15 +132,11 @@ def opened_model(
 
 
 @contextlib.contextmanager
-def exported_for_now(
+def _exported_for_now(
     rundir: RunDir, plan: Plan, step: int | None, trusted: bool, screen: Screen
 ) -> Iterator[tuple[Path, str]]:
-    """Export a checkpoint to a temporary folder, in the dtype of training; yield the folder and its name.
-
-    Raises RecipeError if there is no checkpoint.
-    """
-    steps = rundir.checkpoint_steps()
-    if not steps:
+    """Export a checkpoint to a temporary folder, in the dtype of training; yield the folder and its name."""
+    if not rundir.checkpoint_steps():
         raise RecipeError(f"{rundir.root} has neither an export nor a complete checkpoint: run it first")
     separate = plan.recipe.adapter.kind and plan.recipe.export.adapter == "separate"
     with scratch_folder() as scratch:
@@ -140,18 +148,110 @@ def exported_for_now(
         yield out, f"{rundir.root}, step {quiet.last['export']['step']}"
 
 
-def default_dtype(plan: Plan | None) -> str:
-    """Return the dtype of weights and computing: few CPUs are fast in another one than float32."""
-    if not torch.cuda.is_available():
-        return "float32"
-    return plan.recipe.fsdp.mixed_precision.param_dtype if plan else "auto"
-
-
 def _open_model(name: str, options: dict[str, Any]) -> Any:
-    """Return the model of a folder or of the Hub in evaluation mode, with the adapter if the folder has one."""
     reject_symlinks_outside("model", name)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of peft and transformers about one another
     is_adapter = is_there(Path(name) / ADAPTER_CONFIG)
     model = open_adapter(name, unquantised=None, **options) if is_adapter else open_model(name, **options)
     return model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: at most `max_tokens`; the most likely ones if the temperature is 0."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class Dialogue:
+    """A conversation with a model, or continuations of texts where a chat template is not what it was trained with."""
+
+    def __init__(self, opened: OpenedModel, sampling: Sampling, source: str | None = None) -> None:
+        """Begin a conversation, in which prompts are those of a source of the run, by default `prompt_source`.
+
+        The seed is set once, so that the same inputs get the same answers. Raises RecipeError for an unknown source.
+        """
+        self.opened, self.sampling = opened, sampling
+        self.source = opened.source(source)
+        self.data = self.source.data if self.source else None
+        self.is_chat = renders_chat(opened.tokenizer, self.data)
+        self.messages: list[Message] = []
+        torch.manual_seed(sampling.seed)
+
+    @property
+    def usage(self) -> str:
+        """What to type, in one sentence."""
+        kind = "each line is a message" if self.is_chat else "each line is a text that the model continues"
+        if self.source and self.opened.data and self.opened.data.sources:
+            kind += f", as in the rows of {self.source.name}"
+        new = f"; {NEW} begins a new conversation" * self.is_chat
+        return f"{kind}; Ctrl-C ends an answer, Ctrl-D or {EXIT} the dialogue{new}"
+
+    def answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> str:
+        """Print the answer to a message as it is written, until `stopped` returns True; return it.
+
+        Raises RecipeError if the conversation is longer than the model's positions.
+        """
+        opened, tokenizer = self.opened, self.opened.tokenizer
+        if not self.is_chat:
+            self.messages.clear()
+        self.messages.append({"role": "user", "content": text})
+        ids = prompt_tokens(tokenizer, self.messages, self.data, opened.day(self.data))
+        limit = position_limit(opened.model.config)
+        if not ids or (limit is not None and len(ids) >= limit):
+            self.messages.pop()
+            raise RecipeError(f"{len(ids):,} tokens, and the model has {limit:,} positions" if ids else "no tokens")
+        inputs = torch.tensor([ids], device=opened.model.device)
+        most = self.sampling.max_tokens if limit is None else min(self.sampling.max_tokens, limit - len(ids))
+        temperature = self.sampling.temperature
+        how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        ends = end_tokens(tokenizer, opened.model.generation_config)
+
+        def is_stopped(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+            return torch.full(ids.shape[:1], stopped(), device=ids.device)
+
+        output: Any = opened.model.generate(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=most, **how,
+            eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            stopping_criteria=StoppingCriteriaList([is_stopped]),
+        )  # fmt: skip
+        written = str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+        self.messages.append({"role": "assistant", "content": written})
+        return written
+
+
+def talk(dialogue: Dialogue) -> None:
+    """Answer each line of standard input until it ends or is /exit; Ctrl-C ends the answer that is being written."""
+    for line in _lines_of_user():
+        if line.strip() == NEW:
+            dialogue.messages.clear()
+            continue
+        with StopRequest() as stop:
+            try:
+                dialogue.answer(line, lambda: stop.count > 0)
+            except RecipeError as error:
+                print(f"{error}; {NEW} begins a new conversation", file=sys.stderr)
+            if stop.count and stop.name != "SIGINT":  # the terminal is gone, or the system shuts down
+                return
+
+
+def _lines_of_user() -> Iterator[str]:
+    """Yield what the user types, without empty lines, up to /exit, Ctrl-D, or Ctrl-C at the prompt."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # from then on `input` edits lines
+    while True:
+        try:
+            line = input(prompt)
+        except (EOFError, Interrupted):
+            if prompt:
+                print()
+            return
+        if line.strip() == EXIT:
+            return
+        if line.strip():
+            yield line
