@@ -795,7 +795,7 @@ def _write_new(dest: Path, text: str) -> None:
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list")
 def list_recipes() -> None:
-    """List the shipped recipes, and the files for clusters and clouds."""
+    """List the shipped recipes. Also lists the files for clusters and clouds."""
     is_narrow = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns < WIDE
     for name, path in _shipped_files().items():
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePath
@@ -54,33 +54,10 @@ def source_named(data: Data, name: str) -> MixtureSource:
     return found[name]
 
 
-def readings(data: Data, available: Collection[str], columns: Mapping[str, Any] = {}) -> dict[str, Data]:
-    """Return how other rows with these columns can be read, as those of which sources; once for each way to read.
-
-    `columns` (field → column) are in place of those of the sources.
-    """
-    found: dict[str, Data] = {}
-    for source in sources_of(data):
-        read_as, form = reading(data, source, columns), source.data.format
-        fits = {*_columns_read(read_as)} <= {*available} and columns.keys() <= {*form.fields, *form.optional}
-        if fits and read_as not in found.values():
-            found[source.name] = read_as
-    return found
-
-
 def reading(data: Data, source: MixtureSource, columns: Mapping[str, Any] = {}) -> Data:
     """Return `data` for other rows, which are read as those of a source, but for these columns."""
     way = {key: getattr(source.data, key) for key in READING} | {"columns": {**source.data.columns, **columns}}
     return dataclasses.replace(data, sources=[], **way)
-
-
-def describe_readings(data: Data) -> str:
-    """Return which columns each source reads, for a message: `maths: question, answer; talk: messages`."""
-    return "; ".join(f"{source.name}: {', '.join(_columns_read(source.data))}" for source in sources_of(data))
-
-
-def _columns_read(data: Data) -> list[str]:
-    return [column for field in data.format.fields for column in places(data.columns.get(field, field))]
 
 
 def _source(data: Data, item: dict[str, Any]) -> MixtureSource:

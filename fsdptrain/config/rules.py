@@ -273,9 +273,11 @@ def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
     names = [source.name for source in sources_of(data)]
     if "source" in held_out and not data.sources:
         yield Problem("source has no effect without data.sources: remove it", "data.eval")
-    elif "source" in held_out and held_out["source"] not in names:
-        message = f"source: {value_text(held_out['source'])} is not one of the sources {', '.join(names)}"
-        yield Problem(message, "data.eval")
+    elif data.sources and "path" in held_out and held_out.get("source") not in names:
+        message = (
+            f"source: {value_text(held_out.get('source'))} is not one of the sources {', '.join(names)}, as whose "
+        )
+        yield Problem(message + "rows these are read", "data.eval")
     if best_of is None or not held_out:
         return
     if "fraction" not in held_out or len(names) < 2:

@@ -205,8 +205,8 @@ class Data(SourceKeys):
     )
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, read as the rows of {source} of a mixture, by default of the one that its "
-        "columns fit; or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
+        "held-out data: {path, max_rows}, beside `sources` with {source}, the name of the one as whose rows they are "
+        "read; or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int, "source?": str}, {"fraction": float}),
     )
 

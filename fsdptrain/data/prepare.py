@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdptrain.config.mixture import describe_readings, reading, readings, source_named, sources_of
+from fsdptrain.config.mixture import reading, source_named
 from fsdptrain.config.paths import DataPath, cache_root, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
@@ -40,7 +40,6 @@ from fsdptrain.data.sources import (
     DIGEST_FILE,
     data_stamps,
     fingerprint,
-    first_source,
     quick_fingerprint,
     readable_files,
     splits_note,
@@ -139,36 +138,13 @@ def prepare(
         trained.append(train)
         held_out += held
     if plan.eval_path is not None:
-        held_out += packed(_held_out_data(plan, plan.eval_path), wanted.get("max_rows"))
+        data = dataclasses.replace(plan.recipe.data, path=plan.eval_path, window=None)
+        if data.sources:
+            data = reading(data, source_named(data, wanted["source"]))
+        held_out += packed(data, wanted.get("max_rows"))
     stream = Stream.of(plan.sources, trained, seed)
     corpus = Mixture.of(held_out) if held_out else stream.corpus
     return stream, list(range(len(corpus))) if held_out else [], corpus
-
-
-def _held_out_data(plan: Plan, path: str) -> Data:
-    """Return how the held-out file of a recipe is read: in a mixture as the source that is named or its columns fit.
-
-    The keys of `data` itself go first if a source has their format. Raises DataError if the sources read it in
-    different ways, or none can.
-    """
-    data = dataclasses.replace(plan.recipe.data, path=path, window=None)
-    if not data.sources:
-        return data
-    if named := data.eval.get("source"):
-        return reading(data, source_named(data, named))
-    readable_files(path, limit=1)
-    columns = first_source(path).columns
-    found = readings(data, columns)
-    if data.format in {source.data.format for source in sources_of(data)}:
-        found = readings(dataclasses.replace(data, sources=[]), columns) or found
-    if len(found) == 1:
-        return next(iter(found.values()))
-    way_out = "name one in data.eval.source"
-    if found:
-        raise DataError(f"data.eval.path: sources read these columns in different ways ({listed(found)}): {way_out}")
-    raise DataError(
-        f"data.eval.path: its columns ({listed(columns)}) fit no source ({describe_readings(data)}): {way_out}"
-    )
 
 
 @contextlib.contextmanager

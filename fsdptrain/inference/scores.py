@@ -19,14 +19,14 @@ import torch
 from torch.nn import functional
 
 from fsdptrain.config.formats import Format, guess_format
-from fsdptrain.config.mixture import describe_readings, reading, readings
-from fsdptrain.config.paths import find_data, path_fault
+from fsdptrain.config.mixture import reading
+from fsdptrain.config.paths import find_data, path_fault, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, Ints
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, readable_files
-from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError, listed
+from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
 from fsdptrain.model.loss import MEASURES, answer_sums, dpo_loss
@@ -123,24 +123,19 @@ def _data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
 
 
 def _as_the_run_reads(opened: OpenedModel, place: str, read_as: ReadAs) -> Data | None:
-    """Return how the run reads rows with the columns of a path; None if it has no such format, or only pairs."""
-    source = opened.source(read_as.source)
-    if opened.data is None or source is None:
+    """Return how the run reads such rows; None if it has another format, or pairs that these rows have not."""
+    source, data = opened.source(read_as.source), opened.data
+    if data is None or source is None or (read_as.source is None and read_as.form not in (None, source.data.format)):
         return None
-    data = opened.data
+    read = reading(data, source, read_as.columns)
     if read_as.source is not None:
-        return reading(data, source, read_as.columns)
-    found = readings(data, available := first_source(place).columns, read_as.columns)
-    found = {name: each for name, each in found.items() if read_as.form in (None, each.format)}
-    if len(found) > 1:
-        reads = f"the run read such rows in different ways, as its sources {listed(found)} say"
-        raise RecipeError(f"{place}: {reads}: choose one with --source")
-    if found or read_as.form is not None or source.data.format.is_paired:
-        return next(iter(found.values()), None)
+        return read
     if data.sources:
-        fault = f"no source of the run ({describe_readings(data)}) reads what it has ({listed(available)})"
-        raise DataError(f"{place}: {fault}: give --format and --column")
-    return reading(data, source, read_as.columns)  # the error names the column
+        raise RecipeError(f"{place}: choose the source of the run as whose rows they are read with --source")
+    needed = [column for field in read.format.fields for column in places(read.columns.get(field, field))]
+    fits = {*needed} <= {*first_source(place).columns}
+    # Where a column is missing the error names it.
+    return read if fits or not (read_as.form or read.format.is_paired) else None
 
 
 def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
