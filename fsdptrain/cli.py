@@ -86,7 +86,7 @@ ModelArgument = Annotated[
 StepOption = Annotated[int | None, typer.Option(metavar="N", help="the checkpoint of this step of a run")]
 SourceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="of a run on several sources: read as the rows of this one; default: as fits"),
+    typer.Option(metavar="NAME", help="of a run on several sources: the one as whose rows they are read"),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="of the computation; default: float32 on a CPU, else the run's")

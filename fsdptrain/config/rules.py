@@ -274,10 +274,8 @@ def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
     if "source" in held_out and not data.sources:
         yield Problem("source has no effect without data.sources: remove it", "data.eval")
     elif data.sources and "path" in held_out and held_out.get("source") not in names:
-        message = (
-            f"source: {value_text(held_out.get('source'))} is not one of the sources {', '.join(names)}, as whose "
-        )
-        yield Problem(message + "rows these are read", "data.eval")
+        message = f"source: {value_text(held_out.get('source'))} is not one of the sources {', '.join(names)}"
+        yield Problem(f"{message}: name the one as whose rows these are read", "data.eval")
     if best_of is None or not held_out:
         return
     if "fraction" not in held_out or len(names) < 2:

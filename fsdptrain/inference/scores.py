@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from fsdptrain.config.formats import Format, guess_format
-from fsdptrain.config.mixture import reading
+from fsdptrain.config.mixture import reading, sources_of
 from fsdptrain.config.paths import find_data, path_fault, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
@@ -125,13 +125,16 @@ def _data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
 def _as_the_run_reads(opened: OpenedModel, place: str, read_as: ReadAs) -> Data | None:
     """Return how the run reads such rows; None if it has another format, or pairs that these rows have not."""
     source, data = opened.source(read_as.source), opened.data
-    if data is None or source is None or (read_as.source is None and read_as.form not in (None, source.data.format)):
+    if data is None or source is None:
         return None
     read = reading(data, source, read_as.columns)
     if read_as.source is not None:
         return read
-    if data.sources:
-        raise RecipeError(f"{place}: choose the source of the run as whose rows they are read with --source")
+    if data.sources and read_as.form is None:
+        names = [each.name for each in sources_of(data)]
+        raise RecipeError(f"{place}: name the source as whose rows it is read with --source: {', '.join(names)}")
+    if data.sources or read_as.form not in (None, read.format):
+        return None
     needed = [column for field in read.format.fields for column in places(read.columns.get(field, field))]
     fits = {*needed} <= {*first_source(place).columns}
     # Where a column is missing the error names it.

@@ -166,46 +166,34 @@ def test_a_prompt_is_one_of_the_conversations_of_a_mixture(mixed: OpenedModel) -
     assert "thinking=True" in "".join(_snippet(mixed.plan, Path("export")))
 
 
-def test_files_are_read_as_the_source_of_a_mixture_that_their_columns_fit(mixed: OpenedModel, tmp_path: Path) -> None:
-    def tokens(*words: Any) -> int:
-        return int(score_files(mixed, [str(tmp_path / words[0])], ReadAs(*words[1:]), QUIET)["all"]["tokens"])
+def test_files_are_read_as_the_source_of_a_mixture_that_is_named(mixed: OpenedModel, tmp_path: Path) -> None:
+    def tokens(name: str, form: str | None = None, source: str | None = None) -> int:
+        read_as = ReadAs(form, source=source)
+        return int(score_files(mixed, [str(tmp_path / name)], read_as, QUIET)["all"]["tokens"])
 
-    eos, encode = 1, mixed.tokenizer
-    assert tokens("maths.jsonl") == len(encode("2").input_ids) + eos
-    assert tokens("verse.jsonl") == len(encode(TEXTS[0]).input_ids)
+    assert tokens("maths.jsonl", source="maths") == len(mixed.tokenizer("2").input_ids) + 1
+    assert tokens("verse.jsonl", source="verse") == len(mixed.tokenizer(TEXTS[0]).input_ids)
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": "1 + 1?", "completion": "2"}])
-    with pytest.raises(
-        DataError,
-        match=r"no source of the run \(verse: text; maths: .*\) reads what it has \(prompt, completion\): give",
-    ):
-        tokens(asked)
-    assert tokens(asked, "prompt_completion") == tokens("maths.jsonl"), "as its columns say"
-    with pytest.raises(RecipeError, match="as its sources talk, curt say: choose one with --source"):
+    assert tokens(asked, "prompt_completion") == tokens("maths.jsonl", source="maths"), "as its columns say"
+    with pytest.raises(RecipeError, match=r"name the source .* with --source: verse, maths, talk, curt"):
         tokens("talk.jsonl")
-    thinking, curt = (tokens("talk.jsonl", None, {}, None, source) for source in ("talk", "curt"))
-    assert thinking == curt > 0
+    assert tokens("talk.jsonl", source="talk") == tokens("talk.jsonl", source="curt") > 0
     with pytest.raises(DataError, match="no column 'talk'"):
-        tokens("verse.jsonl", None, {}, None, "talk")
+        tokens("verse.jsonl", source="talk")
 
 
-def test_a_held_out_file_of_a_mixture_is_read_as_the_source_that_it_fits(mixed: OpenedModel, tmp_path: Path) -> None:
+def test_a_held_out_file_of_a_mixture_is_read_as_the_source_that_is_named(mixed: OpenedModel, tmp_path: Path) -> None:
     def held_out(words: str) -> str:
         written = load(tmp_path / "recipe.yaml", [f"data.eval={{{words}}}"])
         _, _, corpus = prepare(make_plan(written, Topology("cpu", 1, 1)), mixed.tokenizer, lambda *_: None)
         return corpus.show(mixed.tokenizer)
 
-    assert held_out("path: maths.jsonl") == "1 + 1?\n=> ⟦2<|endoftext|>⟧"
-    with pytest.raises(DataError, match=r"data.eval.path: sources .* \(talk, curt\): name one in data.eval.source"):
-        held_out("path: talk.jsonl")
+    assert held_out("path: maths.jsonl, source: maths") == "1 + 1?\n=> ⟦2<|endoftext|>⟧"
     assert held_out("path: talk.jsonl, source: talk").endswith("<think>")
     assert held_out("path: talk.jsonl, source: curt").endswith("stand.<|endoftext|>⟧\n")
-    with pytest.raises(RecipeError, match=r"data.eval: source: 'talks' is not one of the sources verse, maths, talk"):
-        held_out("path: talk.jsonl, source: talks")
-    write_rows(tmp_path / "other.jsonl", [{"q": "?"}])
-    with pytest.raises(
-        DataError, match=r"data.eval.path: its columns \(q\) fit no source \(verse: text; maths: question"
-    ):
-        held_out("path: other.jsonl")
+    for words, source in (("path: talk.jsonl, source: talks", "'talks'"), ("path: talk.jsonl", "null")):
+        with pytest.raises(RecipeError, match=rf"source: {source} is not one of the sources verse, maths, talk, curt"):
+            held_out(words)
 
 
 def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp_path: Path) -> None:
