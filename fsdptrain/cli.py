@@ -727,7 +727,6 @@ def chat(
 def _opened_model(
     model: str, step: int | None, dtype: str | None, trust_remote_code: bool, screen: Screen
 ) -> Iterator[OpenedModel]:
-    """Yield the model of a run or a folder, opened in this process."""
     from fsdptrain.config.optimizers import ComputeDtype
 
     if dtype not in (None, *get_args(ComputeDtype)):

@@ -114,7 +114,6 @@ def as_conversation(columns: dict[str, str | list[str]], available: list[str]) -
 
 
 def _column_named(names: Names, available: list[str]) -> str | list[str] | None:
-    """Return the first of these names of columns that is there."""
     for name in names:
         if {*([name] if isinstance(name, str) else name)} <= {*available}:
             return name if isinstance(name, str) else list(name)

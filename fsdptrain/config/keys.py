@@ -278,7 +278,6 @@ _INNER_LIMITS: dict[str, dict[str, Any]] = {
 
 
 def _limit_faults(key: Key, value: Any) -> Iterator[str]:
-    """Yield how a value, which has the type of its key, breaks the key's limits."""
     limits = key.limits
     if isinstance(value, str) and not value.strip() and "any_text" not in limits:
         yield "is empty"
@@ -309,7 +308,6 @@ def _bound_faults(limits: dict[str, Any], value: Any) -> Iterator[str]:
 
 
 def _item_faults(items: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what is wrong with single values of the items of `data.sources`."""
     names = [key_of(spec) for spec in dataclasses.fields(DataSource)]
     for number, item in enumerate(items, 1):
         for name, value in item.items():

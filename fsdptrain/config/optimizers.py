@@ -66,7 +66,6 @@ StateOf = Callable[[Weight, Dtype], list[StateTensor]]  # (a parameter, the dtyp
 
 
 def _kept(*keys: str, dtype: str | None = None) -> StateOf:
-    """Return the state of an optimizer that keeps whole tensors, in the dtype of the master weights or another."""
     return lambda weight, master: [StateTensor(key, weight.shape, dtype or master) for key in keys]
 
 

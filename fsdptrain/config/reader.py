@@ -140,7 +140,6 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
 
 
 def _recipe_text(path: Path) -> str:
-    """Return the text of a recipe file. Raise RecipeError if it is not a regular file, too large, or not UTF-8."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may block; a device may never end
             raise OSError("it is not a regular file")
@@ -209,7 +208,6 @@ def _unsupported_yaml(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
-    """Return every value of a YAML file, with its line."""
     try:
         problems += [Problem(message, where=f"{name}:{line}") for message, line in _unsupported_yaml(text)]
         node = None if problems else yaml.compose(text, Loader=RecipeLoader)
@@ -267,7 +265,6 @@ def _leaf(node: yaml.Node | None, path: str, where: str, problems: list[Problem]
 
 
 def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[Leaf]:
-    """Return the values of `key=value` overrides, read with the YAML rules of the file."""
     leaves: list[Leaf] = []
     for word in overrides:
         path, equals, text = word.partition("=")
@@ -388,7 +385,6 @@ def _resolved(values: dict[str, Any], referring: dict[str, Any]) -> dict[str, An
 
 
 def _tree(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by dotted path as nested mappings."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *parents, last = path.split(".")

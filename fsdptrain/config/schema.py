@@ -316,7 +316,6 @@ class Parallel:
 
 
 def _optimizers_with(setting: str) -> dict[str, Any]:
-    """Return the optimizers that read a key of `optim`, as what the key needs."""
     return {"optim.name": [kind for kind in OptimizerKind if setting in kind.traits.settings]}
 
 

@@ -265,10 +265,3 @@ def test_ten_thousand_broken_recipes_are_read_or_refused(folder: Path, recipe: B
 )
 def test_recipes_that_once_crashed_or_hung_the_reader(folder: Path, override: str) -> None:
     check(folder, Broken(SHIPPED[-1].encode(), [override]))
-
-
-def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")
-    for path in (tmp_path / "pipe.yaml", Path("/dev/zero"), tmp_path):
-        with pytest.raises(FsdptrainError, match="cannot be read"):
-            load(path)
