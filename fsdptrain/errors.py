@@ -28,6 +28,7 @@ the terminal shows the message of the rank that failed, and the shell gets the r
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -166,8 +167,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full_error(error: BaseException) -> CheckpointError:
-    """Return the error for a write for which `is_disk_full` is true."""
-    return CheckpointError(f"no space: {error}")
+    """Return the error for a write for which `is_disk_full` is true; without a file it may be a temporary one."""
+    has_name = getattr(error, "filename", None)
+    temporary = "" if has_name else f" (temporary files are in {os.environ.get('TMPDIR', '/tmp')}: see TMPDIR)"
+    return CheckpointError(f"no space: {error}{temporary}")
 
 
 def is_panic(error: BaseException) -> bool:

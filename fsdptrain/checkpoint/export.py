@@ -6,45 +6,74 @@ rest is the same.
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from fsdptrain.checkpoint.card import Origin, write_cards
 from fsdptrain.checkpoint.export_check import POLL_S, Comparison, Sample
-from fsdptrain.checkpoint.export_tensors import Exported
+from fsdptrain.checkpoint.export_tensors import Exported, publish
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     CONFIG,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    TOKENIZER_KEY,
     checkpoint_problems,
     file_sums,
     read_manifest,
     reject_external_symlinks,
 )
-from fsdptrain.checkpoint.resume import resume_problems
+from fsdptrain.checkpoint.resume import WITHOUT_EFFECT, resume_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import CheckpointReader, Tensors
+from fsdptrain.config.adapter import ADAPTER_FOLDER
+from fsdptrain.config.keys import flat, yaml_text
+from fsdptrain.config.paths import is_hub_data, places
+from fsdptrain.config.schema import Recipe
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
-from fsdptrain.model.config import read_config
+from fsdptrain.model.config import announced_mtp, read_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state, trained_state
-from fsdptrain.plan.plan import Plan, open_plan, varied
+from fsdptrain.plan.plan import HubData, Plan, open_plan, varied
 from fsdptrain.run_folder.events import Progress, Reporter, progress_record, read_losses
 from fsdptrain.run_folder.files import openable
-from fsdptrain.run_folder.ownership import file_stamps, output_lock, read_export_record, write_export_record
-from fsdptrain.run_folder.records import by_loss
+from fsdptrain.run_folder.ownership import (
+    CARD,
+    WEIGHTS,
+    Stamps,
+    file_stamps,
+    output_lock,
+    read_export_record,
+    write_export_record,
+)
+from fsdptrain.run_folder.records import Record, Tail, by_loss, shares_of
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import printable
+
+LICENCE = "TODO: choose a licence that those of the base model and the data allow, and add `license:` at the top."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an export comes from: the weights of `step`, of a run with this `identity`, whose files are compared."""
+
+    rundir: RunDir
+    step: int
+    identity: dict[str, Any]
 
 
 def gathered_tensors(
@@ -138,8 +167,35 @@ def export_checkpoint(
     plan = replace(plan, trust_remote_code=trusted)
     best = best or (step is None and plan.recipe.export.which == "best")
     folder = _choose_checkpoint(rundir, plan, step, screen.say, best)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        screen.show(progress_record(stage, done, total))
+
     try:
-        fields = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
+        manifest = read_manifest(folder)
+        what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype, BASE_KEY in manifest.identity)
+        if dtype is not None and what.adapter == "separate":
+            raise RecipeError(
+                "--dtype has no effect: export.adapter: separate saves the adapter in model.dtype; add --adapter merged"
+            )
+        if what.needs_base:
+            check_frozen_files(plan, manifest.identity)
+        # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be
+        # on another machine.
+        compare = compare and plan.recipe.export.compare
+        ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
+        wait = partial(time.sleep, POLL_S)
+        with (
+            CheckpointReader(folder) as checkpoint,
+            Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
+        ):
+            state = trained_state(what.trained)
+            tensors = (
+                {name: checkpoint.whole(f"model.{name}", state[name]) for name in group}
+                for group in what.trained_groups
+            )
+            origin = Origin(rundir, manifest.step, manifest.identity)
+            fields = _write(origin, what, tensors, out, progress, comparison, wait)
     except (CheckpointError, OSError):
         _reject_removed(folder, plan)  # which may be the cause
         raise
@@ -147,40 +203,7 @@ def export_checkpoint(
     screen.summary(0.0)
 
 
-def _write_checkpoint(
-    rundir: RunDir, plan: Plan, folder: Path, out: Path, dtype: str | None, screen: Screen, compare: bool
-) -> dict[str, Any]:
-    """Write a verified checkpoint to `out`; return the fields of the `export` event."""
-    manifest = read_manifest(folder)
-    what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype, BASE_KEY in manifest.identity)
-    if dtype is not None and what.adapter == "separate":
-        raise RecipeError(
-            "--dtype has no effect: export.adapter: separate saves the adapter in model.dtype; add --adapter merged"
-        )
-    if what.needs_base:
-        check_frozen_files(plan, manifest.identity)
-
-    def progress(stage: str, done: int, total: int) -> None:
-        screen.show(progress_record(stage, done, total))
-
-    # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be on
-    # another machine.
-    ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
-    wait = partial(time.sleep, POLL_S)
-    with (
-        CheckpointReader(folder) as checkpoint,
-        Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
-    ):
-        state = trained_state(what.trained)
-        tensors = (
-            {name: checkpoint.whole(f"model.{name}", state[name]) for name in group} for group in what.trained_groups
-        )
-        origin = Origin(rundir, manifest.step, manifest.identity)
-        return _write(origin, what, tensors, out, progress, comparison, wait)
-
-
 def _reject_removed(folder: Location, plan: Plan) -> None:
-    """Raise CheckpointError if a checkpoint that was there is gone."""
     try:
         (folder / MANIFEST_NAME).lstat()
     except FileNotFoundError:
@@ -246,25 +269,26 @@ def _write(
     before = read_export_record(rundir).files if is_recorded else {}
     sums: dict[str, str] = {}
 
-    def check(folder: Path) -> None:
+    def fill(folder: Path) -> int:
+        count = what.write(tensors, folder, progress, check_base)
         progress("computing the checksums of the export", 0, 0)
         sums.update(file_sums(folder, file_stamps(folder), wait))
         write_cards(folder, what, origin, sums, out, before)
         comparison.check(folder)
+        return count
 
-    done = what.write(tensors, out, progress, before, check, check_base)
+    count, files, kept = publish(fill, out, what.needed_bytes, before)
     if is_recorded:
-        write_export_record(rundir, origin.step, done.files, sums)
-    fields = {"step": origin.step, "path": str(out), "bytes": done.bytes, "dtype": what.dtype, **comparison.fields}
+        write_export_record(rundir, origin.step, files, sums)
+    fields = {"step": origin.step, "path": str(out), "bytes": count, "dtype": what.dtype, **comparison.fields}
     if what.adapter:
         fields["adapter"] = what.adapter
-    if done.kept:
-        fields["kept"] = str(done.kept)
+    if kept:
+        fields["kept"] = str(kept)
     return fields
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
-    """Build the unsharded model that a run folder describes; raises CheckpointError when that fails."""
     try:
         model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, and there may be no GPU
         openable(rundir.model / CONFIG)  # transformers calls a configuration missing that it cannot open
@@ -296,3 +320,130 @@ def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callab
         _reject_removed(folder, plan)
         say(f"{folder.name} is not valid: {problems[0]}")
     raise CheckpointError(f"no valid checkpoint in {rundir.storage}")
+
+
+# --- the model card --------------------------------------------------------------------------------------------------
+
+
+def write_cards(folder: Path, what: Exported, origin: Origin, sums: dict[str, str], out: Path, before: Stamps) -> None:
+    """Write the cards of an export in `folder`, which will replace `out`; `sums` are the SHA-256 of its files.
+
+    A card in `out` that someone else has written or edited (it is not as in `before`) stays, and none is written.
+    """
+    adapter = folder / ADAPTER_FOLDER
+    if what.adapter == "both":
+        _card(what, origin, sums, is_adapter=True).save(adapter / CARD)
+    if before and os.path.lexists(out / CARD) and file_stamps(out).get(CARD) != before.get(CARD):
+        return
+    _card(what, origin, sums, is_adapter=what.adapter == "separate").save(folder / CARD)
+
+
+def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool) -> ModelCard:
+    plan, recipe, newest = what.plan, what.plan.recipe, _newest(origin)
+    versions = {**plan.versions, "Python": sys.version.split()[0]}
+    weights = [name for name in sorted(sums) if any(Path(name).match(pattern) for pattern in WEIGHTS)]
+    digests = "".join(f"\n- `{name}` {sums[name]}" for name in weights)
+    metadata = ModelCardData(
+        base_model=_published(recipe.model.id),
+        base_model_relation=("adapter" if is_adapter else "finetune") if _published(recipe.model.id) else None,
+        datasets=[HubData.of(plan.data_path).name] if is_hub_data(plan.data_path) else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["fsdptrain", *([str(recipe.adapter.kind)] if recipe.adapter.kind else [])],
+    )
+    parts = {
+        "How to load it": _loading(is_adapter, what.runs_own_code),
+        "Licence": LICENCE,
+        "Results": "\n".join(_results(origin.step, newest)),
+        "Data": "\n".join(_data(plan, origin.identity, newest)),
+        "Recipe": "```yaml\n" + "\n".join(_changed_keys(plan)) + "\n```",
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "Files": f"SHA-256 of the weights:\n{digests}",
+    }
+    text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
+    head = f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}"
+    return ModelCard(printable(f"{head}\n\n{text}\n"))
+
+
+def _published(name: str | None) -> str | None:
+    """Return the name of a model on the Hub; None for a folder, which others do not have."""
+    return None if name is None or Path(name).is_dir() else name
+
+
+def _summary(what: Exported) -> str:
+    recipe, model = what.plan.recipe, what.plan.recipe.model
+    base = f"`{_published(model.id) or Path(str(model.id)).name}`"
+    mtp = " Its layers for multi-token prediction are not trained." if announced_mtp(what.unsharded.config) else ""
+    adapter = recipe.adapter
+    if adapter.kind:
+        kind = "DoRA" if adapter.use_dora else {"lora": "LoRA", "qlora": "QLoRA"}[str(adapter.kind)]
+        whole = f", and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
+        merged = " merged into its weights" if what.adapter == "merged" else ""
+        size = f"rank {adapter.r}, alpha {adapter.alpha:g}"
+        return f"A {kind} adapter ({size}{whole}) for {base}{merged}, trained with fsdptrain.{mtp}"
+    if what.plan.pretrained:
+        return f"{base}, fine-tuned with fsdptrain.{mtp}"
+    return f"A language model ({type(what.unsharded).__name__}), trained from scratch with fsdptrain."
+
+
+def _loading(is_adapter: bool, runs_own_code: bool) -> str:
+    name = "AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM"
+    library, trust = "peft" if is_adapter else "transformers", ", trust_remote_code=True" if runs_own_code else ""
+    lines = [f"from {library} import {name}", "from transformers import AutoTokenizer", ""]
+    lines += [f'model = {name}.from_pretrained("THIS FOLDER"{trust})']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER"{trust})']
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _newest(origin: Origin) -> dict[str, Record]:
+    """Return the newest start, window, step and evaluation of the run up to the step of the export."""
+    newest: dict[str, Record] = {}
+    for record in Tail(origin.rundir.metrics, from_end=False).read():
+        if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= origin.step:
+            newest[record["event"]] = record
+    return newest
+
+
+def _results(step: int, newest: dict[str, Record]) -> Iterator[str]:
+    yield f"- {step:,} steps"
+    for kind, name in (("step", "training loss"), ("eval", "held-out loss")):
+        if found := newest.get(kind):
+            yield f"- {name} {found['loss']:.4f} (after step {found['step']:,})"
+
+
+def _data(plan: Plan, identity: dict[str, Any], newest: dict[str, Record]) -> Iterator[str]:
+    """Yield the data, without the folders of this machine, and the SHA-256 that a resume compares."""
+    paths = {"trained on": (plan.data_path, DATA_KEY), "held out": (plan.eval_path, HELD_OUT_KEY)}
+    for what, (path, key) in paths.items():
+        names = [place if is_hub_data(place) else Path(place).name for place in places(path)]
+        if names:
+            yield f"- {what}: {', '.join(f'`{name}`' for name in names)}{_digest(identity, key)}"
+    if "window" in newest:
+        yield "- read in windows of files: the SHA-256 of what was trained on is that of their types and sizes"
+    if shares := shares_of(newest.get("start", {})):
+        yield f"- shares of the tokens: {shares}"
+    if plan.eval_path is None and plan.recipe.data.eval:
+        yield f"- held out: {plan.recipe.data.eval['fraction']:g} of it"
+    for key, name in ((TOKENIZER_KEY, "tokenizer"), (BASE_KEY, "weights of the base model")):
+        if key in identity:
+            yield f"- {name}{_digest(identity, key)}"
+
+
+def _digest(identity: dict[str, Any], key: str) -> str:
+    return f" (SHA-256 {identity[key]})" if key in identity else ""
+
+
+def _changed_keys(plan: Plan) -> Iterator[str]:
+    """Yield the keys of the recipe that are not at their defaults and change the model, without folders."""
+    default = flat(Recipe())
+    for path, value in flat(plan.recipe).items():
+        if value != default[path] and not path.startswith(WITHOUT_EFFECT) and not path.startswith("eval."):
+            yield f"{path}: {yaml_text(_without_folders(value))}"
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_folders(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from safetensors.torch import load, save
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.config import own_classes
 from fsdptrain.model.patches import import_quietly, torch_operators
@@ -41,7 +40,6 @@ ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the 
 # from zero (GPT-2's are near -100), it is the larger part.
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.15}
 
-QUANTISING_BYTES = 15  # a number of a weight that bitsandbytes quantises on a CPU: copies in float32, codes in int32
 LONGEST_S = 1800.0  # to open an export; then it is not compared
 
 # In the last error of the other process: it failed because of this machine, not because of the export.
@@ -129,18 +127,16 @@ class Comparison:
         self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
         self.fields: dict[str, Any] = {}
         self._child = None
-        try:
-            obstacle = memory_obstacle(ways)
-            self._child = fresh_process() if ways and not obstacle else None
-        except OSError as error:
-            obstacle = f"no process could be started: {error.strerror}"
-        if obstacle:
+        self._omission = "not_compared" if sample else "not_opened"  # the field that says why
+        needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
+        if needed > available:
+            obstacle = f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
             self.fields[self._omission] = obstacle
-
-    @property
-    def _omission(self) -> str:
-        """The name of the field that says why nothing was compared, or without a sample why nothing was opened."""
-        return "not_compared" if self._sample else "not_opened"
+        elif ways:
+            try:
+                self._child = fresh_process()
+            except OSError as error:
+                self.fields[self._omission] = f"no process could be started: {error.strerror}"
 
     def check(self, root: Path) -> None:
         """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
@@ -175,7 +171,9 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
     for name, way in ways.items():
         opened = torch.cat([answer[f"{name}.{number}"] for number in range(len(sample.rows))])
         trained = torch.cat(sample.logits)
-        far, spread = (_centred(opened) - _centred(trained)).abs(), _centred(trained).abs()
+        # What is common to all logits of a token changes no probability.
+        centred = [logits - logits.mean(-1, keepdim=True) for logits in (opened, trained)]
+        far, spread = (centred[0] - centred[1]).abs(), centred[1].abs()
         distance = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
         tokens, limit = sum(map(len, sample.rows)), None
         if way.rounded_to:
@@ -193,33 +191,14 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
     return found
 
 
-def _centred(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits less the mean of their token: what is common to all logits of a token changes no probability."""
-    return logits - logits.mean(-1, keepdim=True)
-
-
 def coarser(*dtypes: str) -> str:
     """Return the dtype with the largest limit."""
     return max(dtypes, key=LIMITS.__getitem__)
 
 
-def memory_obstacle(ways: dict[str, Way]) -> str | None:
-    """Return why the host's memory does not hold an export, opened by another process; None if it does."""
-    needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
-    if needed <= available:
-        return None
-    return f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
-
-
-def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
-    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4.
-
-    Those need more while bitsandbytes quantises the largest of them, on a CPU all of it at once.
-    """
-    in_nf4, width = {f"{name}.weight" for name in quantised}, getattr(torch, dtype).itemsize
-    sizes = {name: param.numel() for name, param in model.named_parameters()}
-    kept = sum(size * (NF4_BYTES if name in in_nf4 else width) for name, size in sizes.items())
-    return round(kept + QUANTISING_BYTES * max((sizes[name] for name in in_nf4), default=0))
+def weights_memory(model: Any, dtype: str) -> int:
+    """Return the bytes of a skeleton's weights in a dtype; those of a quantised base are fewer in the end."""
+    return sum(param.numel() for param in model.parameters()) * getattr(torch, dtype).itemsize
 
 
 # --- in the fresh process --------------------------------------------------------------------------------------------
@@ -270,13 +249,6 @@ def open_export(export: dict[str, Any], **options: Any) -> Any:
     return open_model(folder, dtype, **options)
 
 
-def logits_of(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Return the logits of each row of tokens: float32 [tokens, vocabulary]."""
-    model.eval()
-    with torch.no_grad():
-        return [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
-
-
 def main() -> None:
     """Send the logits of every export of the job, as NAME.ROW."""
     send = answer_parent()
@@ -285,7 +257,10 @@ def main() -> None:
     job = next(records_of_parent())
     found: dict[str, torch.Tensor] = {}
     for name, export in job["exports"].items():
-        logits = logits_of(open_export(export, trust_remote_code=job["trust_remote_code"]), job["rows"])
-        found |= {f"{name}.{number}": values for number, values in enumerate(logits)}
+        model = open_export(export, trust_remote_code=job["trust_remote_code"]).eval()
+        for number, row in enumerate(job["rows"]):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+            found[f"{name}.{number}"] = logits.float()
     content = save(found)
     send({"bytes": len(content)}, content)

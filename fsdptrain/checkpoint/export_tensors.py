@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,7 +47,6 @@ from fsdptrain.run_folder.events import Progress
 from fsdptrain.run_folder.files import fsync
 from fsdptrain.run_folder.ownership import (
     Stamps,
-    asset_names,
     copy_assets,
     file_stamps,
     make_scratch,
@@ -90,54 +88,48 @@ class Exported:
         self.trained: Any = freeze(copy.deepcopy(unsharded), plan.recipe) if plan.freezes else unsharded
         self.trained_groups = trained_groups(self.trained, self.groups)
 
+    @property
+    def needed_bytes(self) -> int:
+        """What the weights take on the disk, without those that are carried over."""
+        if self.adapter == "separate":
+            return sum(param.nbytes for param in self.trained.parameters() if param.requires_grad)
+        return weights_memory(self.unsharded, self.dtype)
+
     def write(
         self,
         tensors: Iterator[Tensors],
-        out: Path,
+        folder: Path,
         progress: Progress,
-        written: Stamps | None = None,
-        check: Callable[[Path], None] = lambda folder: None,
         check_base: Callable[[], None] = lambda: None,
-    ) -> ExportResult:
-        """Write and check the folder `out` from the tensors of `trained_groups`; see `write_folder`.
+    ) -> int:
+        """Write a folder from the tensors of `trained_groups`, and check it; return the bytes of its tensors.
 
-        `check` is called with the complete folder, before it replaces an earlier one, and `check_base` before and after
-        the files of `model.id` are read; both may raise.
+        `check_base` is called before and after the files of `model.id` are read; it may raise.
         """
-        recipe = self.plan.recipe
         if self.adapter == "separate":
-
-            def fill(scratch: Path) -> int:
-                adapter = collected(tensors, self.groups, progress)
-                count = write_adapter(scratch, self.trained, adapter, self.assets)
-                check(scratch)
-                return count
-
-            needed = sum(param.nbytes for param in self.trained.parameters() if param.requires_grad)
-            return publish(fill, out, needed, written)
+            collected: Tensors = {}
+            for done, group in enumerate(tensors, 1):
+                collected |= group
+                progress("export", done, len(self.groups))
+            return write_adapter(folder, self.trained, collected, self.assets)
         adapter: Tensors = {}
-
-        def beside(scratch: Path) -> int:
-            count = 0
-            if self.needs_base:
-                check_base()
-            if self.adapter == "both":
-                count = write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, self.assets)
-            check(scratch)
-            return count
-
         if self.needs_base:
             check_base()
         if self.plan.freezes:
             base = read_groups(self.unsharded, self.plan, self.groups)
-            if recipe.export.merge_base == "dequantized":
+            if self.plan.recipe.export.merge_base == "dequantized":
                 base = self._dequantized(base)
             tensors = merged_tensors(self.trained, base, tensors, adapter if self.adapter == "both" else None)
         with contextlib.ExitStack() as stack:
             carried = stack.enter_context(carried_tensors(self.unsharded, self.plan)) if self.needs_base else {}
-            return write_folder(
-                self.unsharded, self.groups, tensors, self.assets, out, self.dtype, progress, written, beside, carried
+            count = write_folder(
+                self.unsharded, self.groups, tensors, self.assets, folder, self.dtype, progress, carried
             )
+        if self.needs_base:
+            check_base()
+        if self.adapter == "both":
+            count += write_adapter(folder / ADAPTER_FOLDER, self.trained, adapter, self.assets)
+        return count
 
     def _dequantized(self, groups: Iterator[Tensors]) -> Iterator[Tensors]:
         """Yield the same groups, with the weights that were quantised for training as the model computed with them."""
@@ -151,7 +143,6 @@ class Exported:
             yield group
 
     def _quantised_layers(self) -> dict[str, nn.Module]:
-        """Return the layers that are quantised for training: name → layer."""
         recipe = self.plan.recipe
         # What transformers keeps in float32, and is not quantised, depends on the compute dtype.
         compute = recipe.fsdp.mixed_precision.param_dtype
@@ -177,7 +168,7 @@ class Exported:
             found["separate"] = Way(
                 "." if self.adapter == "separate" else ADAPTER_FOLDER,
                 compute,
-                weights_memory(self.unsharded, compute, quantised),
+                weights_memory(self.unsharded, compute),
                 compute,
                 adapter=True,
                 unquantised=[name for name in layers if name not in quantised] if quantised else None,
@@ -202,15 +193,6 @@ def _layer_of(name: str, layers: dict[str, Any]) -> str:
     while owner not in layers:
         owner = owner.rpartition(".")[0]
     return owner
-
-
-def collected(tensors: Iterator[Tensors], groups: list[list[str]], progress: Progress) -> Tensors:
-    """Return the tensors of all groups."""
-    found: Tensors = {}
-    for done, group in enumerate(tensors, 1):
-        found |= group
-        progress("export", done, len(groups))
-    return found
 
 
 def merged_tensors(
@@ -243,7 +225,7 @@ def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) ->
     from peft import PeftConfig
 
     folder.mkdir(exist_ok=True)
-    copy_assets(assets, folder, [n for n in asset_names(assets) if n not in OF_MODEL and not n.endswith(".py")])
+    copy_assets(assets, folder, lambda name: name not in OF_MODEL and not name.endswith(".py"))
     names = saved_names(trained)
     saved = {key: tensors[name].contiguous() for name, key in names.items()}
     save_tensors(saved, folder / ADAPTER_WEIGHTS, {"format": "pt"})
@@ -305,7 +287,6 @@ class SafetensorsWriter:
 
 
 def _in_files(tensors: Tensors) -> list[Tensors]:
-    """Return the same tensors for each file, in their order."""
     files: list[Tensors] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -336,74 +317,60 @@ def _write_header(path: Path, tensors: Tensors) -> dict[str, int]:
     return {name: 8 + len(text) + begin for name, begin in begins.items()}
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """What was written: bytes of weights, the files, and the folder with older files that were moved away, if any."""
-
-    bytes: int
-    files: Stamps
-    kept: Path | None
-
-
 def write_folder(
     unsharded: PreTrainedModel,
     groups: list[list[str]],
     tensors: Iterator[Tensors],
     assets: Path,
-    out: Path,
+    folder: Path,
     dtype: str,
     progress: Progress,
-    written: Stamps | None = None,
-    beside: Callable[[Path], int] = lambda scratch: 0,
     carried: Mapping[str, Any] = MappingProxyType({}),
-) -> ExportResult:
-    """Write a complete Hugging Face folder to `out` and check it.
+) -> int:
+    """Write a complete Hugging Face folder and check it; return the bytes of its tensors.
 
-    `unsharded` is a skeleton of the same architecture, `assets` the folder with config and tokenizer. `written` are the
-    files of an earlier export at `out`, which are replaced; others stay. `beside` writes more into the folder, when all
-    tensors are written, and returns its bytes. `carried` are slices of files that are copied, by name. Raises
-    CheckpointError for a full disk, or when the files read back are not what should be in them.
+    `unsharded` is a skeleton of the same architecture, `assets` the folder with config and tokenizer. `carried` are
+    slices of files that are copied, by name. Raises CheckpointError when the files read back are not what should be in
+    them.
     """
     wanted = skeleton_in_dtype(unsharded, dtype)
     state = saved_state(wanted)
     headers = {name: Header(each)[...] for name, each in carried.items()}
     expected = {**tensors_in_files(wanted), **headers}
-
-    def fill(scratch: Path) -> int:
-        # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
-        copy_assets(assets, scratch, asset_names(assets))
-        config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
-        config.dtype = getattr(torch, dtype)
-        config.save_pretrained(scratch)
-        # One group at a time is cast, converted to the form of files, and written.
-        writer = SafetensorsWriter(scratch, expected)
-        for done, group in enumerate(tensors, 1):
-            cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
-            writer.add(revert_weight_conversion(unsharded, cast))
-            progress("export", done, len(groups))
-        for name, each in carried.items():
-            writer.add({name: each[...]})
-            progress("export", len(groups), len(groups))
-        writer.finish()
-        # Only a folder that reads back as intended replaces an earlier export.
-        check_export(scratch, expected)
-        return writer.bytes + beside(scratch)
-
-    return publish(fill, out, sum(tensor.nbytes for tensor in expected.values()), written)
+    # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
+    copy_assets(assets, folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config.dtype = getattr(torch, dtype)
+    config.save_pretrained(folder)
+    # One group at a time is cast, converted to the form of files, and written.
+    writer = SafetensorsWriter(folder, expected)
+    for done, group in enumerate(tensors, 1):
+        cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
+        writer.add(revert_weight_conversion(unsharded, cast))
+        progress("export", done, len(groups))
+    for name, each in carried.items():
+        writer.add({name: each[...]})
+        progress("export", len(groups), len(groups))
+    writer.finish()
+    # Only a folder that reads back as intended replaces an earlier export.
+    check_export(folder, expected)
+    return writer.bytes
 
 
-def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps | None = None) -> ExportResult:
-    """Let `fill` write a folder, return its bytes and check it; then rename it to `out`.
+def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps) -> tuple[int, Stamps, Path | None]:
+    """Let `fill` write and check a folder and return its bytes; then rename it to `out`.
 
-    `needed` are the bytes on the disk. The caller holds the `output_lock` of `out`. Raises CheckpointError as
-    `write_folder` does; then, and after a signal, `out` is as it was.
+    Return these bytes, the files, and the folder with older files that were moved away, if any. `needed` are the bytes
+    on the disk. `written` are the files of an earlier export at `out`, which are replaced; others stay. The caller
+    holds the `output_lock` of `out`. Raises CheckpointError for a full disk, or for any failure of `fill`; then, and
+    after a signal, `out` is as it was.
     """
     scratch = make_scratch(out)
     try:
         with report_full_disk(scratch, needed):
             count = fill(scratch)
         files = file_stamps(scratch)
-        kept = replace_export(scratch, out, written or {})
+        kept = replace_export(scratch, out, written)
     except BaseException as error:  # safetensors and transformers raise classes of their own
         with contextlib.suppress(OSError):
             remove_scratch(scratch)
@@ -413,7 +380,7 @@ def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps
             raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
     fsync(out.parent)
-    return ExportResult(count, files, kept)
+    return count, files, kept
 
 
 def tensors_in_files(model: PreTrainedModel) -> Tensors:

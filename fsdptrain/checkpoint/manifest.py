@@ -346,7 +346,7 @@ def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | Non
 
 def _survey_export(rundir: RunDir) -> dict[str, Any]:
     """Open the files of the export, and compare them with the index and with the sizes and checksums in export.json."""
-    folder, record, unreadable = rundir.export, ExportRecord(), False
+    folder, unreadable = rundir.export, False
     try:
         record = read_export_record(rundir)
         _check_export(folder)
@@ -360,9 +360,8 @@ def _survey_export(rundir: RunDir) -> dict[str, Any]:
 
 
 def _differences(folder: Path, record: ExportRecord) -> list[str]:
-    """Return how the files of an export differ from its record, one line each."""
-    if record.fault:
-        return [f"{record.fault}, so contents were not compared"]
+    if record.step is None:
+        return [f"{record.fault or 'export.json is missing'}, so contents were not compared"]
     names = sorted(record.files.keys() - {CARD})
     entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -399,7 +398,6 @@ def _check_export(folder: Path) -> None:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Raise CheckpointError unless a folder holds a configuration of peft and a file with tensors."""
     _read_object(folder / ADAPTER_CONFIG)
     if not _tensor_names(folder / ADAPTER_WEIGHTS):
         raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} is empty")

@@ -34,14 +34,16 @@ def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
         count = min(count, 1 + sum((steps - 1) // every for every in intervals_of_saves(recipe)))
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
-    storage = rundir.storage
-    on_disk = storage.bytes_on_disk(checkpoint, count)
+    storage, on_disk, held = rundir.storage, checkpoint, 0
+    if rundir.checkpoint_store is None:
+        on_disk = checkpoint * count
+        held = sum(storage.size_of(step)[0] for step in storage.steps())
     return {
         "checkpoint_bytes": checkpoint,
         "checkpoints": count,
         "export_bytes": export,
-        "needed_bytes": max(0, on_disk - storage.bytes_held()) + export,
-        "free_bytes": free_space(storage.folder),
+        "needed_bytes": max(0, on_disk - held) + export,
+        "free_bytes": shutil.disk_usage(existing_parent(storage.folder)).free,
     }
 
 
@@ -129,26 +131,16 @@ def existing_parent(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def free_space(path: Path) -> int:
-    """Return the bytes that are free on the disk of a path, which need not exist."""
-    return shutil.disk_usage(existing_parent(path)).free
-
-
 def check_space(scratch: Path, needed: int) -> None:
     """Raise CheckpointError when the disk of an empty folder has less than `needed` bytes free."""
     needed += needed // 100  # for headers and the file system's own data
-    if available_bytes(scratch) < needed:
-        raise CheckpointError(no_space_message(scratch, needed))
+    if _available_bytes(scratch) < needed:
+        raise CheckpointError(f"no space: needs {size(needed)}, has {size(_available_bytes(scratch))}")
 
 
-def available_bytes(scratch: Path) -> int:
+def _available_bytes(scratch: Path) -> int:
     """Return the bytes available to the files in `scratch`: those free, and those they already take."""
     return shutil.disk_usage(scratch.parent).free + sum(path.stat().st_size for path in scratch.glob("*"))
-
-
-def no_space_message(scratch: Path, needed: int) -> str:
-    """Return the message for a full disk."""
-    return f"no space: needs {size(needed)}, has {size(available_bytes(scratch))}"
 
 
 @contextlib.contextmanager
@@ -158,7 +150,8 @@ def report_full_disk(scratch: Path, needed: int) -> Iterator[None]:
         yield
     except Exception as error:
         if is_disk_full(error):
-            raise CheckpointError(f"{no_space_message(scratch, needed)} ({error})") from error
+            has = size(_available_bytes(scratch))
+            raise CheckpointError(f"no space: needs {size(needed)}, has {has} ({error})") from error
         raise
 
 

@@ -121,7 +121,14 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
     changed = changes_since(rundir, step, plan, _held_out_identity(plan))
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
-        raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
+        lines = "".join(f"\n  {line}" for line in describe_changes(changed or {"steps": [step, wanted]}))
+        raise RecipeError(
+            f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
+            f"data that it names, differs from what was trained:{lines}\n"
+            "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
+            "eval.patience) to continue this one; another export is written by `fsdptrain export RUN_DIR` with "
+            "--dtype, --best or --step N"
+        )
     evaluated = plan.recipe.data.eval is None or before.has("eval", step)
     best = by_loss(losses, complete) if plan.recipe.export.which == "best" else []
     # An export without a record counts: it was exported before the record was lost.
@@ -215,17 +222,6 @@ def describe_changes(changed: Changes) -> list[str]:
     return [f"{key}: {old} → {new}" for key, (old, new) in changed.items()]
 
 
-def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> str:
-    lines = "".join(f"\n  {line}" for line in describe_changes(changed))
-    return (
-        f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
-        f"data that it names, differs from what was trained:{lines}\n"
-        "choose another `name` (or output_dir) for a new run, or ask for more steps (after an early stop: for more "
-        "eval.patience) to continue this one; another export is written by `fsdptrain export RUN_DIR` with --dtype, "
-        "--best or --step N"
-    )
-
-
 def _archived_plans(rundir: RunDir) -> list[Path]:
     return sorted(
         (path for path in rundir.plans.glob("*.json") if re.fullmatch(r"[0-9]{4,9}", path.stem)),
@@ -264,7 +260,6 @@ _MISSING = object()
 
 
 def _at(fields: Any, path: str) -> Any:
-    """Return the value at a dotted path of a plan, or _MISSING."""
     for word in path.split("."):
         if not isinstance(fields, dict):
             return _MISSING

@@ -55,7 +55,6 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import Location
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
-EngineState = tuple[int, list[float] | None]  # `skipped` and `loss_scale` of a `Manifest`
 READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared
 ALIGNMENT = 64  # bytes: each copy begins at a multiple, as a tensor of any dtype may
 
@@ -140,13 +139,7 @@ class Checkpointer:
         return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
 
     def _commit(
-        self,
-        step: int,
-        engine: EngineState,
-        losses: dict[int, float],
-        staged: dict[str, Shard],
-        started: float,
-        blocked_s: float,
+        self, step: int, engine: Any, losses: dict[int, float], staged: dict[str, Shard], started: float, blocked: float
     ) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
         target = self.storage.checkpoint(step)
@@ -156,21 +149,23 @@ class Checkpointer:
             remove = partial(remove_old_checkpoints, self.rundir, step, keep.keep, keep.keep_best or 0, losses)
             self._on_rank_zero("remove old checkpoints", remove)
             fields = {"step": step, "path": str(target), "bytes": size}
-            fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
+            fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked}
             self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **fields))
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
-    def _write(self, step: int, engine: EngineState, staged: dict[str, Shard]) -> int:
-        """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
+    def _write(self, step: int, engine: Any, staged: dict[str, Shard]) -> int:
+        """Write and publish a checkpoint, and return its bytes; when any rank fails, remove all of it.
+
+        `engine` are `skipped` and `loss_scale` of the manifest.
+        """
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
             self._on_rank_zero(action, partial(self._prepare, step))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
             total = sum(self.world.gather_objects(sum(shard.local.nbytes for shard in staged.values())))
-            needed = storage.bytes_on_disk(total, 1)
-            with_disk_report = report_full_disk(scratch, needed)
-            self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
+            with_disk_report = report_full_disk(scratch, total)
+            self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, total)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
             path = scratch / f"rank-{self.world.rank:05d}.safetensors"
             write = partial(write_shards, path, staged, read_back, partial(storage.deliver, step))
@@ -194,7 +189,6 @@ class Checkpointer:
         self.storage.prepare(step)
 
     def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
-        """Do the work on rank 0; if it failed, raise the same CheckpointError, with its class, on all."""
         return self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
     def from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
@@ -275,8 +269,12 @@ class Checkpointer:
             if not problems:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
                 manifest = self.from_rank_zero(f"read {folder}", partial(read_manifest, folder))
-                shards = shards_of(model, optimizer, self.plan.recipe.optim)
-                self._load(folder, sorted(manifest.files), shards)
+                shards, files = shards_of(model, optimizer, self.plan.recipe.optim), sorted(manifest.files)
+                # Every rank reads the headers of its share of the files, and opens those with its rows.
+                share = slice(self.world.rank, None, self.world.size)
+                found = self._on_every_rank(f"load {folder}", partial(find_pieces, folder, files, shards, share))
+                pieces = np.concatenate(self.world.gather_objects(found))
+                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, files, shards, pieces))
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)
             aside = self.from_rank_zero(f"set {folder} aside", partial(self.storage.set_aside, step))
@@ -286,19 +284,7 @@ class Checkpointer:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
 
-    def _load(self, folder: Location, files: list[str], shards: dict[str, Shard]) -> None:
-        """Fill the shards; every rank reads the headers of its share of the files, and opens those with its rows."""
-        action, share = f"load {folder}", slice(self.world.rank, None, self.world.size)
-        found = self._on_every_rank(action, partial(find_pieces, folder, files, shards, share))
-        pieces = np.concatenate(self.world.gather_objects(found))
-        self._on_every_rank(action, partial(load_checkpoint, folder, files, shards, pieces))
-
     def _verify(self, folder: Location) -> list[str]:
-        """Return what is wrong with a checkpoint; every rank reads its share of the files.
-
-        Raises CheckpointError on every rank when another version wrote the checkpoint, or when any rank cannot read it.
-        """
-
         def check() -> list[str]:
             # A host on which the folder is not mounted must not make it damaged for all.
             if isinstance(folder, Path) and not is_there(folder):
@@ -379,10 +365,7 @@ def write_shards(
     return path.name, entry
 
 
-Pieces = list[memoryview]  # the bytes of a file, in order
-
-
-def pieces_of_file(path: Path, tensors: dict[str, torch.Tensor]) -> Pieces:
+def pieces_of_file(path: Path, tensors: dict[str, torch.Tensor]) -> list[memoryview]:
     """Return the bytes of a safetensors file: the header, which is read, and the memory of its tensors, not copied.
 
     The library chooses the order of the tensors, so it is taken from the header.
@@ -392,13 +375,10 @@ def pieces_of_file(path: Path, tensors: dict[str, torch.Tensor]) -> Pieces:
         text = stream.read(int.from_bytes(length, "little"))
     header = json.loads(text)
     order = sorted(tensors, key=lambda name: header[name]["data_offsets"])
-    return [
-        memoryview(length + text),
-        *(tensors[name].view(-1).view(torch.uint8).numpy().data for name in order),
-    ]
+    return [memoryview(length + text), *(tensors[name].view(-1).view(torch.uint8).numpy().data for name in order)]
 
 
-def file_holds(path: Location, pieces: Pieces) -> bool:
+def file_holds(path: Location, pieces: list[memoryview]) -> bool:
     """Return whether a file holds these bytes and no others. Comparing takes a fifth of the time of a checksum."""
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb") as stream:

@@ -31,7 +31,7 @@ from fsdptrain.config.schema import Optim
 from fsdptrain.errors import CheckpointError, listed
 from fsdptrain.model.units import trained_state, weights_of
 from fsdptrain.parallel.world import first_row
-from fsdptrain.run_folder.files import NOTHING_THERE, full_tmpdir_errors, openable, system_errors
+from fsdptrain.run_folder.files import NOTHING_THERE, openable, system_errors
 from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 
 Tensors = dict[str, torch.Tensor]  # by name
@@ -254,17 +254,12 @@ def _reject_gaps(folder: Location, name: str, shape: tuple[int, ...], starts: li
 
 
 def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:
-    """Open a safetensors file as `safe_open` does; raises what it raises, ValueError for a wrong header, and
-    StorageError if the system or the store cannot read it.
-    """
+    """Open a safetensors file as `safe_open` does; raises ValueError for a wrong header in a store."""
     return RemoteTensors(path) if isinstance(path, ObjectPath) else safe_open(openable(path), framework="pt")
 
 
 class RemoteTensors:
-    """A safetensors file in an object store, with those methods of `safe_open` that loading needs.
-
-    Only the requested rows are read.
-    """
+    """A safetensors file in an object store, like `safe_open`: only the requested rows are read."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, size = path, path.stat().st_size
@@ -274,7 +269,7 @@ class RemoteTensors:
             raise ValueError(f"it has {size:,} bytes, and a header of {header_bytes:,}")
         text = path.read(8, 8 + header_bytes)
         # The library checks the header, and knows shapes and dtypes, of a file that has it and holes for the tensors.
-        with full_tmpdir_errors(), tempfile.NamedTemporaryFile() as holes:
+        with tempfile.NamedTemporaryFile() as holes:
             holes.write(length + text)
             holes.truncate(size)
             holes.flush()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.report.history import Points, RunHistory
-from fsdptrain.text import rate, size
+from fsdptrain.text import GIB, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,12 +97,13 @@ def short(value: float) -> str:
 
 
 class Measure(NamedTuple):
-    """How a number of an event is shown."""
+    """How a number of an event is shown, in units of `unit`."""
 
     title: str
     shown: Callable[[float], str] = short
     smooth: bool = False
     from_zero: bool = False
+    unit: float = 1
 
 
 MEASURES = {
@@ -111,8 +112,9 @@ MEASURES = {
     "step.lr": Measure("Learning rate", from_zero=True),
     "step.grad_norm": Measure("Gradient norm", smooth=True),
     "step.positions_per_s": Measure("Throughput", rate, smooth=True, from_zero=True),
-    "step.mfu": Measure("MFU", "{:.1%}".format, smooth=True, from_zero=True),
+    "step.mfu": Measure("MFU, %", "{:.1f}%".format, smooth=True, from_zero=True, unit=0.01),
 }
+SMOOTHED = "smoothed over a twentieth of the values, at most 500"
 BY_SOURCE = "losses."  # the held-out loss of each source, in the `eval` events of a mixture
 MEMORY = {"peak_memory_bytes": "peak", "reserved_memory_bytes": "reserved by the allocator"}
 NOT_DRAWN = {  # what other charts show, or what only counts
@@ -136,16 +138,13 @@ def charts_of(runs: Sequence[RunHistory]) -> list[Chart]:
 
 
 def _losses(run: RunHistory) -> Chart:
-    """Return the chart of the training loss with the held-out loss: of each source, if the run has several."""
     curves = _smoothed("training, smoothed", 1, run.series["step"].get("loss", []))
     for name, points in run.series["eval"].items():
         if _is_loss(f"eval.{name}"):
             label = "held-out" + f": {name.removeprefix(BY_SOURCE)}" * (name != "loss")
             curves.append(Curve(label, _colour(len(curves)), points, marker="o" * (len(points) <= MAX_DOTS)))
     resumes = [float(record["step"]) for record in run.of_kind("resume") if record["step"]]
-    note = _smoothing_note([run.series["step"].get("loss", [])]) + (
-        "; vertical lines: resumed from a checkpoint" if resumes else ""
-    )
+    note = SMOOTHED + ("; vertical lines: resumed from a checkpoint" if resumes else "")
     return Chart("Loss", curves, MEASURES["step.loss"].shown, note, marks=resumes)
 
 
@@ -160,7 +159,7 @@ def _measured(runs: Sequence[RunHistory], name: str) -> Chart | None:
     measure = MEASURES.get(name, Measure(words[:1].upper() + words[1:], smooth=kind == "step"))
     curves = []
     for colour, run in enumerate(runs, 1):
-        points = run.series[kind].get(field_name, [])
+        points = [(step, value / measure.unit) for step, value in run.series[kind].get(field_name, [])]
         if measure.smooth:
             curves += _smoothed(run.label, colour, points, raw=len(runs) == 1)
         elif points:
@@ -168,7 +167,7 @@ def _measured(runs: Sequence[RunHistory], name: str) -> Chart | None:
             curves.append(Curve(run.label, _colour(colour), points, marker=marker))
     if not any(value for curve in curves for _, value in curve.points):
         return None
-    note = _smoothing_note([run.series[kind].get(field_name, []) for run in runs]) if measure.smooth else ""
+    note = SMOOTHED if measure.smooth else ""
     return Chart(measure.title, curves, measure.shown, note, from_zero=measure.from_zero)
 
 
@@ -177,18 +176,19 @@ def _memory(runs: Sequence[RunHistory]) -> Chart | None:
     curves, limits, notes = list[Curve](), dict[str, float](), list[str]()
     for number, run in enumerate(runs):
         for name, label in MEMORY.items() if len(runs) == 1 else [("peak_memory_bytes", run.label)]:
-            if points := run.series["step"].get(name):
+            if points := [(step, value / GIB) for step, value in run.series["step"].get(name, [])]:
                 curves.append(Curve(label, _colour(number + 1 + (name != "peak_memory_bytes")), points))
         if run.start:
             where = "card" if run.start["device"] != "cpu" else "machine, which all its ranks share"
-            limits[where] = float(run.start["device_memory_bytes"])
+            limits[where] = run.start["device_memory_bytes"] / GIB
         if run.forecast:
-            limits |= {"forecast peak": run.forecast["peak_bytes"]} if len(runs) == 1 else {}
+            limits |= {"forecast peak": run.forecast["peak_bytes"] / GIB} if len(runs) == 1 else {}
             notes.append(f"{run.label}: " * (len(runs) > 1) + run.forecast["says"])
     if not curves:
         return None
-    notes += [f"{label}: {size(value)}" for label, value in limits.items() if "forecast" not in label]
-    return Chart("Peak memory (highest rank)", curves, size, "; ".join(notes), limits, from_zero=True)
+    notes += [f"{label}: {value:.1f} GiB" for label, value in limits.items() if "forecast" not in label]
+    title = "Peak memory (highest rank), GiB"
+    return Chart(title, curves, "{:.1f} GiB".format, "; ".join(notes), limits, from_zero=True)
 
 
 def _colour(number: int) -> int:
@@ -199,7 +199,7 @@ def _smoothed(label: str, colour: int, points: Points, raw: bool = True) -> list
     """Return a curve as it is and, in front of it, its exponential mean."""
     if not points:
         return []
-    weight = 2 / (_span(points) + 1)
+    weight = 2 / (min(max(len(points) // 20, 3), 500) + 1)
     mean, total, smooth = 0.0, 0.0, []
     for step, value in points:
         if abs(value) < TOO_LARGE:
@@ -207,16 +207,6 @@ def _smoothed(label: str, colour: int, points: Points, raw: bool = True) -> list
         smooth.append((step, mean / total if total else value))  # else the mean would begin at 0
     behind = [Curve("", _colour(colour), points, faint=True)] if raw else []
     return [*behind, Curve(label, _colour(colour), smooth)]
-
-
-def _span(points: Points) -> int:
-    return min(max(len(points) // 20, 3), 500)
-
-
-def _smoothing_note(raw: Sequence[Points]) -> str:
-    spans = [_span(points) for points in raw if points]
-    texts = dict.fromkeys([str(min(spans)), str(max(spans))]) if spans else {}
-    return f"smoothed over {' to '.join(texts)} values" if texts else ""
 
 
 # --- the time line ---------------------------------------------------------------------------------------------------
@@ -271,7 +261,6 @@ def drawings(chart: Chart, number: int) -> Iterator[tuple[str, str]]:
 
 
 def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
-    """Return a chart as an SVG element, whose colours and font are those of the page."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -294,9 +283,9 @@ def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
         )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=ROUND, integer=chart.over == "step"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         if axes.get_yscale() == "linear":
-            axes.yaxis.set_major_locator(_locator(chart))
+            axes.yaxis.set_major_locator(MaxNLocator(5, steps=ROUND, integer=chart.over != "step"))
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _of_the_page(stream.getvalue(), chart)
@@ -317,7 +306,6 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 
 def _set_range(axes: Axes, chart: Chart) -> None:
-    """Set up the axes; draw the limits that are near the curves."""
     values = [value for curve in chart.curves for _, value in curve.points if abs(value) < TOO_LARGE]
     highest = max(values, default=0.0)
     if values and not chart.from_zero and min(values) > 0 and highest > SPIKE * statistics.median(values):
@@ -339,33 +327,6 @@ def _set_range(axes: Axes, chart: Chart) -> None:
     axes.tick_params(axis="x", pad=7)
 
 
-def _locator(chart: Chart) -> Any:
-    """Return where an axis has its numbers: at round ones, of bytes in the unit that is shown."""
-    from matplotlib.ticker import MaxNLocator, MultipleLocator
-
-    if chart.shown is not size:
-        return MaxNLocator(5, steps=ROUND, integer=chart.over != "step")
-    highest = max(value for curve in chart.curves for _, value in curve.points)
-    highest = max([highest, *(value for value in chart.limits.values() if value < FAR * highest)])
-    unit = 1024 ** max(0, int(math.log(max(highest, 1), 1024)))
-    step = 10 ** math.floor(math.log10(highest / unit))
-    return MultipleLocator(
-        unit * next(s * step for s in (0.25, 0.5, 1, 2, 2.5, 5) if highest / unit / (s * step) <= 4.5)
-    )
-
-
-def _tick(value: float, chart: Chart) -> str:
-    if chart.shown is size:
-        return size(value).replace(".0 ", " ") if value else "0"
-    if chart.shown is MEASURES["step.mfu"].shown:
-        return f"{value:.3g}%" if not value else f"{100 * value:.3g}%"
-    return short(value)
-
-
-def _rounded(number: re.Match[str]) -> str:
-    return f"{float(number[0]):.1f}"
-
-
 def _of_the_page(svg: str, chart: Chart) -> str:
     """Return matplotlib's SVG as an element of the page: without names of its own, with the page's font and colours."""
     svg = svg[svg.index("<svg") :]
@@ -375,7 +336,9 @@ def _of_the_page(svg: str, chart: Chart) -> str:
     svg = re.sub(
         r"font: ([\d.]+px)[^;\"]*|font-family: [^;\"]*; ?", lambda f: f"font-size: {f[1]}" if f[1] else "", svg
     )
-    svg = re.sub(r'="[^"]*"', lambda found: re.sub(r"\d+\.\d{2,}", _rounded, found[0]), svg)
+    svg = re.sub(
+        r'="[^"]*"', lambda found: re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", found[0]), svg
+    )
     svg = re.sub("#0000[0-9a-f]{2}", lambda found: f"var(--{VARIABLES[found[0]]})", svg)
     newest = ", ".join(f"{label} {value}" for label, _, value in chart.newest)
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(f"{chart.title}: {newest}", quote=True)}"', 1)

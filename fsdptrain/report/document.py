@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, require_matplotlib, short
@@ -68,7 +64,6 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
 
 
 def _runs_in(folder: RunDir) -> list[RunDir]:
-    """Return the runs below a folder; the folder itself if it is one, or has none."""
     below = [] if is_run_folder(folder.root) else runs_below(folder.root)
     return [_opened(path) for path in below] or [folder]
 
@@ -102,7 +97,7 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         timelines=[event_rows(run) for run in runs],
         faults=FAULTS,
         samples=[(run.label, samples(run)) for run in runs],
-        recipe=[(key, [(as_yaml(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
+        recipe=[(key, [(yaml_text(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
         version=version("fsdptrain"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
@@ -156,7 +151,7 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         f"{start['trainable']:,} trained" if "trainable" in start else "",
     )
     if path := recipe.get("data.path"):
-        yield "data", as_yaml(path), ""
+        yield "data", yaml_text(path), ""
     if shares := shares_of(start):
         yield "shares", shares, ""
     yield "sequences", f"{start['blocks']:,} of {start['seq_len']:,} tokens", f"{1 - start['fill']:.1%} padding"
@@ -183,7 +178,6 @@ def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
 
 
 def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
-    """Yield each event of the time line with what the terminal says of it."""
     screen = Screen(Terminal(io.StringIO()))
     said = {
         "lost": "the attempt ended without a record of why: its processes were killed, or the machine was lost",
@@ -209,10 +203,3 @@ def samples(run: RunHistory) -> list[tuple[int, list[tuple[str, str]]]]:
         if isinstance(texts, list) and isinstance(prompts, list) and len(texts) == len(prompts) and texts:
             found.append((record.get("step", 0), [*zip(map(str, prompts), map(str, texts), strict=True)]))
     return found[:MAX_SAMPLES]
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value of a recipe as YAML has it, in one line."""
-    plain = json.loads(json.dumps(value, default=dataclasses.asdict))
-    dumped: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
-    return dumped.removesuffix("\n...\n").strip()

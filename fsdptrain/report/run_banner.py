@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.checkpoint.resume import EarlierAttempts
@@ -26,24 +26,31 @@ from fsdptrain.text import counted
 
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return a labelled line each for run, model, data, ranks, batch, learning rate; what is trained; the Hub."""
+    train, optim, schedule = plan.recipe.train, plan.recipe.optim, plan.recipe.schedule
+    batch = counted(train.global_batch_size, "sequence") if plan.topology.is_elastic else _describe_factors(plan)
+    length = counted(train.steps, "step") if train.steps else f"{train.epochs:g} epoch{'s' * (train.epochs != 1)}"
+    data, kinds = plan.recipe.data, listed(dict.fromkeys(source.data.format for source in plan.sources), 3)
+    sources = [short_path(Path(name)) if Path(name).is_absolute() else name for name in places(plan.data_path)]
     lines = {
         "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {short_path(rundir.root)}",
         "model": _describe_model(plan),
         "trains": _describe_trained(plan) if plan.freezes else "",
-        "data": _describe_data(plan),
+        "data": f"{listed(sources, 3)}: {kinds}, sequences of {data.seq_len:,} tokens, packing {data.packing}",
         "ranks": _describe_ranks(plan),
-        "batch": _describe_batch(plan),
-        "lr": _describe_schedule(plan),
+        "batch": f"{batch}; {train.global_batch_size * plan.recipe.data.seq_len:,} tokens a step",
+        "lr": f"{optim.lr:g}, {schedule.name}; {length}",
         "note": "; ".join(filter(None, [base_note(plan.recipe), *earlier.faults])),
     }
     if names := plan.hub_names():
-        state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
+        # huggingface_hub itself takes a second to import.
+        offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+        is_offline = offline.upper() in ("1", "ON", "YES", "TRUE")
+        state = "from the cache only (HF_HUB_OFFLINE)" if is_offline else "downloaded if not cached"
         lines["hub"] = f"{', '.join(names)}: {state}"
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items() if text)
 
 
 def _describe_state(rundir: RunDir, earlier: EarlierAttempts) -> str:
-    """Return whether the run is new, resumes, or only lacks its last evaluation or its export."""
     if not earlier.step:
         return "starts from step 0 (no checkpoint yet)" if rundir.metrics.exists() else "new"
     if earlier.trained:
@@ -62,7 +69,6 @@ def _describe_model(plan: Plan) -> str:
 
 
 def _describe_trained(plan: Plan) -> str:
-    """Return what is trained of a model that is frozen otherwise."""
     adapter, model = plan.recipe.adapter, plan.recipe.model
     names = model.trainable if adapter.kind is None else adapter.target
     what = ", ".join(names) if len(names) <= 3 else f"{len(names)} named layers"
@@ -75,13 +81,6 @@ def _describe_trained(plan: Plan) -> str:
     if adapter.kind == "qlora":
         frozen += ", linear layers in 4 bits (NF4)"
     return f"{what}, in {model.dtype}; the rest is frozen {frozen}"
-
-
-def _describe_data(plan: Plan) -> str:
-    data = plan.recipe.data
-    kinds = listed(dict.fromkeys(source.data.format for source in plan.sources), 3)
-    names = [short_path(Path(name)) if Path(name).is_absolute() else name for name in places(plan.data_path)]
-    return f"{listed(names, 3)}: {kinds}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
 def nodes_text(plan: Plan) -> str:
@@ -113,33 +112,15 @@ def _describe_topology(plan: Plan) -> str:
     return f"{topology.world_size} × {topology.device}{nodes}{topology.origin}, {plan.recipe.fsdp.strategy}{copies}"
 
 
-def _describe_batch(plan: Plan) -> str:
-    size = plan.recipe.train.global_batch_size
-    batch = counted(size, "sequence") if plan.topology.is_elastic else _describe_factors(plan)
-    return f"{batch}; {size * plan.recipe.data.seq_len:,} tokens a step"
-
-
 def _describe_factors(plan: Plan) -> str:
     train = plan.recipe.train
     factors = f"{plan.ranks_text} × {counted(plan.accumulation, 'micro-batch', 'es')}"
     return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}"
 
 
-def _describe_schedule(plan: Plan) -> str:
-    train, schedule = plan.recipe.train, plan.recipe.schedule
-    length = counted(train.steps, "step") if train.steps else f"{train.epochs:g} epoch{'s' * (train.epochs != 1)}"
-    return f"{plan.recipe.optim.lr:g}, {schedule.name}; {length}"
-
-
 def short_path(path: Path) -> str:
     """Return a path for display: relative if it is below the working folder, else absolute."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _offline() -> bool:
-    """Return whether huggingface_hub will stay offline, without importing it, which takes a second."""
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
@@ -168,17 +149,22 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
             *command, last = shown_by
             yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
-        yield f"profile {_shown(rundir.profiles)} ({_profile_words(rundir)})"
+        yield f"profile {_shown(rundir.profiles)} (traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz)"
     if rundir.export.is_dir():
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
         yield _line("share", ["hf", "upload", "ORG/NAME", folder])
     key, value = _longer(plan)
-    yield _line("longer", [*_command(words, LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
+
+    def without(replaced: Collection[str]) -> list[str]:
+        kept = [word for word in words if word != "--fresh" and word.partition("=")[0] not in replaced]
+        return ["fsdptrain", *kept]
+
+    yield _line("longer", [*without(LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
         again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{_shown(rundir.root)}-2"}
-        yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
+        yield _line("more", [*without(again), *(f"{key}={value}" for key, value in again.items())])
 
 
 def _longer(plan: Plan) -> tuple[str, float]:
@@ -187,19 +173,6 @@ def _longer(plan: Plan) -> tuple[str, float]:
     if patience and "early_stop" in RunState.of(Tail(plan.rundir.metrics, from_end=False).read()).newest:
         return "eval.patience", 2 * patience
     return ("train.steps", 2 * train.steps) if train.steps else ("train.epochs", 2 * (train.epochs or 1))
-
-
-def _profile_words(rundir: RunDir) -> str:
-    """Return how many files `log.profile` has written of each kind, and what opens them."""
-    kinds = {"trace": ("*.json.gz", "ui.perfetto.dev"), "memory snapshot": ("*.pickle", "pytorch.org/memory_viz")}
-    counts = {what: len([*rundir.profiles.glob(files)]) for what, (files, _) in kinds.items()}
-    return ", ".join(f"{counted(counts[what], what)} for {page}" for what, (_, page) in kinds.items() if counts[what])
-
-
-def _command(words: Sequence[str], replaced: Sequence[str]) -> list[str]:
-    """Return the words of the command of a run without the overrides of these keys, which others replace."""
-    kept = [word for word in words if word != "--fresh" and word.partition("=")[0] not in replaced]
-    return ["fsdptrain", *kept]
 
 
 def _serve(plan: Plan, folder: str) -> list[str]:
@@ -229,10 +202,10 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
         text = QUESTION + data.separator if data.format.has_prompt or data.format.is_paired else "Once upon a time"
-        encode = f'tokenizer({_literal(text)}, return_tensors="pt").input_ids'
+        encode = f'tokenizer({json.dumps(text, ensure_ascii=False)}, return_tensors="pt").input_ids'
     return [
         *imports,
-        f"folder = {_literal(str(export))}",
+        f"folder = {json.dumps(str(export), ensure_ascii=False)}",
         f"model, tokenizer = Model.from_pretrained(folder{trust}), AutoTokenizer.from_pretrained(folder{trust})",
         f"ids = {encode}",
         "print(tokenizer.decode(model.generate(input_ids=ids, max_new_tokens=64)[0]))",
@@ -241,11 +214,6 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
 
 def _is_adapter(export: Path) -> bool:
     return (export / ADAPTER_CONFIG).is_file()
-
-
-def _literal(text: str) -> str:
-    """Return a string as Python and JSON write it."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _shown(path: Path) -> str:

@@ -58,9 +58,11 @@ class NotStartedRun:
 
     def status(self) -> dict[str, Any]:
         """Return the fields of `Observer.status`, of which most are None."""
-        why = "no attempt has started yet; its job may be in the queue of a scheduler"
-        if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
-            why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
+        logs = [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]
+        why = "its job may be in the queue of a scheduler"
+        if logs:
+            why = f"the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
+        why = f"no attempt has started yet; {why}"
         return UNKNOWN | {"state": "waiting", "why": why, "run_dir": str(self.rundir.root)}
 
 
@@ -86,11 +88,12 @@ class Observer:
         now, last = time.time(), self._last
         step, start = last.get("step", {}), last.get("start", {})
         total, made = start.get("total_steps"), self._run.steps_made
-        newest = self._run.newest_at
+        newest, times = self._run.newest_at, self._run.step_times
         silent_s = None if newest is None else max(0.0, now - newest)
         here = is_locked(self.rundir)
         state, why = self._state(made, total, silent_s, here)
         running = state == "running"
+        trackers = {name: TrackerState.read(self.rundir, name) for name in self.plan.recipe.log.chosen_trackers}
         late = running and self._is_late(silent_s)
         checkpoint, world = self._checkpoint(now), self._newest_plan.topology.world_size
         return {
@@ -114,7 +117,7 @@ class Observer:
             "step": made,
             "total_steps": total,
             **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
-            "eta_s": self._eta_s(made, total) if running and not late else None,
+            "eta_s": (total - made) * statistics.fmean(times) if total and times and running and not late else None,
             "eval": {key: last["eval"][key] for key in ("step", "loss", "losses") if key in last["eval"]}
             if "eval" in last
             else None,
@@ -124,12 +127,11 @@ class Observer:
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
             "export": self._last.get("export", {}).get("path"),
-            "trackers": self._trackers(),
+            "trackers": {name: state.shown_by for name, state in trackers.items() if state.shown_by},
             "skipped": self._skipped(),
         }
 
     def _best(self) -> dict[str, Any] | None:
-        """Return the evaluation with the lowest loss, and whether checkpoint.keep_best keeps its checkpoint."""
         source = self.plan.recipe.eval.best_of
         losses = self._run.losses(source)
         if not (best := by_loss(losses)[:1]):
@@ -138,7 +140,6 @@ class Observer:
         return {"step": best[0], "loss": losses[best[0]], "source": source, "kept": kept}
 
     def _skipped(self) -> list[str]:
-        """Name the records that cannot be used."""
         faults = [fault for tail in self._tails for fault in tail.faults]
         try:
             fault = read_export_record(self.rundir).fault
@@ -148,7 +149,6 @@ class Observer:
 
     @property
     def _newest_plan(self) -> Plan:
-        """The plan for the ranks of the newest attempt."""
         return self.plan.of_attempt(self._last.get("start"))
 
     def _state(self, made: int, total: int | None, silent_s: float | None, here: bool) -> tuple[str, str]:
@@ -166,8 +166,11 @@ class Observer:
             plan = self._newest_plan
             hosts = self._run.hosts(plan.topology.world_size)
             return "hung", explain_hang(attempt, plan, self.rundir, when, hosts)
+        if here and (restart := self._last.get("restart")):
+            again = f"its workers are started again (restart {restart['restart']} of {restart['of']})"
+            return "running", f"on this machine; {again}"
         if here:
-            return "running", f"on this machine{self._restart_text()}"
+            return "running", "on this machine"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
         if silent_s is None:
             return "starting", "nothing was recorded yet"
@@ -218,7 +221,6 @@ class Observer:
         return "failed", f"{rank}{cause['message']}"
 
     def _is_finished(self, made: int, total: int | None) -> bool:
-        """Return whether all steps are trained and, if the recipe wants it, the model is exported since."""
         if total is None or (made < total and "early_stop" not in self._last):
             return False
         exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
@@ -232,11 +234,6 @@ class Observer:
             return None
         return {name: progress[name] for name in ("stage", "done", "total")}
 
-    def _eta_s(self, made: int, total: int | None) -> float | None:
-        if total is None or not self._run.step_times:
-            return None
-        return (total - made) * statistics.fmean(self._run.step_times)
-
     def _checkpoint(self, now: float) -> dict[str, Any] | None:
         """Return the newest checkpoint, wherever it is; its path and age are None if only a resume names it."""
         if not (step := self._run.saved_step):
@@ -245,16 +242,6 @@ class Observer:
         if save is None or save["step"] != step:
             return {"step": step, "path": None, "age_s": None}
         return {"step": step, "path": save["path"], "age_s": max(0.0, now - save["at"])}
-
-    def _trackers(self) -> dict[str, list[str]]:
-        """Return the URL, or the words of the command, that shows the run in each tracker that has begun it."""
-        states = {name: TrackerState.read(self.rundir, name) for name in self.plan.recipe.log.chosen_trackers}
-        return {name: state.shown_by for name, state in states.items() if state.shown_by}
-
-    def _restart_text(self) -> str:
-        """Return that the workers were lost and have not begun to train again, if it is so."""
-        restart = self._last.get("restart")
-        return f"; its workers are started again (restart {restart['restart']} of {restart['of']})" if restart else ""
 
     def _hung_ranks(self) -> list[int]:
         attempt = self.rundir.newest_attempt()
@@ -317,15 +304,9 @@ def show_runs(runs: list[dict[str, Any]], folder: Path, page: Page) -> None:
     for status in runs:
         steps = "" if status["total_steps"] is None else f"{status['step']:,}/{status['total_steps']:,}"
         loss = "" if status["loss"] is None else f"{status['loss']:.4f}"
-        age = "" if status["last_record_age_s"] is None else _age_text(status["last_record_age_s"])
+        age = "" if status["last_record_age_s"] is None else duration(status["last_record_age_s"])
         rows.append([os.path.relpath(status["run_dir"], folder), status["state"], steps, loss, age])
     page.table(["run", "state", "step", "loss", "age"], rows)
-
-
-def _age_text(seconds: float) -> str:
-    """Return an age of days in days, because seconds do not matter then."""
-    days = int(seconds // 86400)
-    return duration(seconds) if days < 2 else f"{days:,} days"
 
 
 def is_locked(rundir: RunDir) -> bool:
@@ -375,30 +356,24 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     run = f"{status['name'] or Path(status['run_dir']).name}: {status['state']}{between}{status['why']}"
     if status["state"] == "waiting":
         return [f"run    {run}"]
-    lines = {
-        "run": run,
-        "ranks": _ranks_text(status),
-        "step": _step_text(status),
-        "stage": _stage_text(status),
-        "eval": status["eval"] and _eval_text(**status["eval"]),
-        "best": status["best"] and _best_text(**status["best"]),
-        "saved": _checkpoint_text(status),
-        "late": _late_text(status),
-        "slow": _straggler_text(status),
-        "export": status["export"],
-        "curves": "; ".join(map(shlex.join, status["trackers"].values())),
-        "note": "; ".join(status["skipped"]),
-    }
+    lines = {"run": run, "ranks": _ranks_text(status), "step": _step_text(status)}
+    if stage := status["stage"]:
+        lines["stage"] = stage["stage"] + (f": {stage['done']:,} of {stage['total']:,}" if stage["total"] > 1 else "")
+    if found := status["eval"]:
+        sources = ", ".join(f"{name} {loss:.4f}" for name, loss in found.get("losses", {}).items())
+        lines["eval"] = f"held-out loss {found['loss']:.4f} at step {found['step']:,}"
+        lines["eval"] += f" ({sources})" if sources else ""
+    if found := status["best"]:
+        of, kept = (f" ({found['source']})" if found["source"] else ""), (", kept" if found["kept"] else "")
+        lines["best"] = f"{found['loss']:.4f}{of} at step {found['step']:,}{kept}"
+    lines |= {"saved": _checkpoint_text(status), "late": _late_text(status)}
+    if found := status["straggler"]:
+        cost, who = f"about {found['cost']:.0%} of each step", ranks_text([found["rank"]], status["hosts"])
+        lines["slow"] = f"{who}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"
+    lines["export"] = status["export"]
+    lines["curves"] = "; ".join(map(shlex.join, status["trackers"].values()))
+    lines["note"] = "; ".join(status["skipped"])
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
-
-
-def _eval_text(step: int, loss: float, losses: dict[str, float] | None = None) -> str:
-    sources = ", ".join(f"{name} {of_source:.4f}" for name, of_source in (losses or {}).items())
-    return f"held-out loss {loss:.4f} at step {step:,}" + f" ({sources})" * bool(sources)
-
-
-def _best_text(step: int, loss: float, source: str | None, kept: bool) -> str:
-    return f"{loss:.4f}" + f" ({source})" * bool(source) + f" at step {step:,}" + ", kept" * kept
 
 
 def _ranks_text(status: dict[str, Any]) -> str:
@@ -423,12 +398,6 @@ def _step_text(status: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def _stage_text(status: dict[str, Any]) -> str:
-    if not (stage := status["stage"]):
-        return ""
-    return stage["stage"] + (f": {stage['done']:,} of {stage['total']:,}" if stage["total"] > 1 else "")
-
-
 def _checkpoint_text(status: dict[str, Any]) -> str:
     if not (checkpoint := status["checkpoint"]):
         return "no checkpoint yet"
@@ -446,10 +415,3 @@ def _late_text(status: dict[str, Any]) -> str:
         verb = "does" if len(ranks) == 1 else "do"
         parts.append(f"{ranks_text(ranks, status['hosts'])} {verb} not respond")
     return "; ".join(parts)
-
-
-def _straggler_text(status: dict[str, Any]) -> str:
-    if not (found := status["straggler"]):
-        return ""
-    cost, who = f"about {found['cost']:.0%} of each step", ranks_text([found["rank"]], status["hosts"])
-    return f"{who}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"

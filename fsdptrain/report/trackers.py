@@ -19,7 +19,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -228,8 +228,6 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """MLflow: the store that MLFLOW_TRACKING_URI names, else the one that the library has in the working folder."""
 
-    STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
-
     def start(self) -> None:
         """Create a run, or set the one of this id running again; its params are `recipe.optim.lr`.
 
@@ -264,7 +262,7 @@ class MLflow(Tracker):
         import mlflow
 
         mlflow.set_tag("message", message)
-        mlflow.end_run(self.STATES[state])
+        mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[state])
 
 
 class Trackio(Tracker):
@@ -300,12 +298,10 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 
 def _as_markdown(text: str) -> str:
-    """Return Markdown that shows a text as it is."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name in the characters that MLflow allows."""
     return re.sub(r"[^\w\-./ ]", "_", name)
 
 
@@ -365,8 +361,8 @@ class Trackers:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         """`say` shows a line to the user: each tracker says once that it fails."""
         self._plan, self._say = plan, say
+        self._names = plan.recipe.log.chosen_trackers
         self._child: Child | None = None
-        self._has_failed = False  # to start
         self._listener = threading.Thread()
         self._faults = queue.SimpleQueue[str]()
 
@@ -375,26 +371,23 @@ class Trackers:
 
         To be called often: it waits for nothing.
         """
-        names = self._plan.recipe.log.chosen_trackers
+        recipe, root = self._plan.recipe, str(self._plan.rundir.root)
         if not is_first:
             self.close()
-        elif self._child is None and names and not self._has_failed:
+        elif self._child is None and self._names:
             try:
-                self._start(names)
+                self._child = Child(__name__, niceness=NICENESS, keep_errors=True)
+                run = {"root": root, "trackers": self._names, "name": recipe.name, "project": recipe.log.project}
+                self._child.send(run)
+                self._listener = threading.Thread(target=self._listen, args=(self._child,), daemon=True)
+                self._listener.start()
             except OSError as error:  # no process more, no descriptor, no memory
-                self._has_failed = True
+                self._names = []
                 self._faults.put(f"the trackers cannot be started: {error}")
         while not self._faults.empty():
             self._say(
                 f"{self._faults.get()}; the run goes on without it; a resume of an unfinished run sends what it lacks"
             )
-
-    def _start(self, names: Sequence[str]) -> None:
-        recipe, root = self._plan.recipe, str(self._plan.rundir.root)
-        self._child = Child(__name__, niceness=NICENESS, keep_errors=True)
-        self._child.send({"root": root, "trackers": [*names], "name": recipe.name, "project": recipe.log.project})
-        self._listener = threading.Thread(target=self._listen, args=(self._child,), daemon=True)
-        self._listener.start()
 
     def _listen(self, child: Child) -> None:
         """Collect the faults that the process reports, and its own end; runs in a thread."""

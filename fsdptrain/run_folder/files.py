@@ -7,18 +7,15 @@ import errno
 import fcntl
 import os
 import secrets
-import socket
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fsdptrain.errors import CheckpointError, StorageError, first_line, is_disk_full
+from fsdptrain.errors import StorageError, first_line
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
-LEFT_S = 3600  # after which a file that is not renamed will never be
 
 WAYS_OUT = {
     errno.EACCES: "give this user the rights to it",
@@ -69,13 +66,8 @@ def is_there(path: Path) -> bool:
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.
 
-    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed. What
-    processes have left that were killed an hour ago is removed.
+    Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed.
     """
-    for left in path.parent.glob(f".fsdptrain-{'[0-9a-f]' * 16}.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_ctime > LEFT_S:
-                left.unlink()
     temporary = path.with_name(f".fsdptrain-{secrets.token_hex(8)}.tmp")
     with temporary.open("xb") as file:
         try:
@@ -163,33 +155,9 @@ def try_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty temporary folder, which is removed in the end. Raise as `full_tmpdir_errors` does."""
-    with full_tmpdir_errors(), tempfile.TemporaryDirectory(prefix="fsdptrain-", ignore_cleanup_errors=True) as name:
+    """Yield an empty temporary folder, which is removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-", ignore_cleanup_errors=True) as name:
         yield Path(name)
-
-
-@contextlib.contextmanager
-def full_tmpdir_errors() -> Iterator[None]:
-    """Raise CheckpointError for a write inside that fails because the disk of temporary files is full."""
-    try:
-        yield
-    except Exception as error:
-        # An error may not say which file could not be written: another one would fail, too.
-        if is_disk_full(error) and _tmpdir_is_full():
-            raise CheckpointError(
-                f"no space: {first_line(error)} on {socket.gethostname()} in {tempfile.gettempdir()}, for temporary "
-                "files: free some, or set TMPDIR to a folder on another disk"
-            ) from error
-        raise
-
-
-def _tmpdir_is_full() -> bool:
-    try:
-        with tempfile.TemporaryFile() as probe:
-            probe.write(bytes(2**16))
-    except OSError as error:
-        return is_disk_full(error)
-    return False
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -70,7 +70,6 @@ def mark_checkpoints(folder: Location, run: str) -> None:
 
 
 def _create(mark: Location, text: str) -> bool:
-    """Write the mark if there is none; return whether it did."""
     if isinstance(mark, ObjectPath):
         return mark.create(text.encode())
     with contextlib.suppress(FileExistsError), mark.open("x", encoding="utf-8") as stream:
@@ -280,7 +279,6 @@ def install_assets(scratch: Path, folder: Path) -> None:
 
 
 def _recorded_assets(folder: Path) -> dict[str, Any]:
-    """Return the files that the mark of a `model` folder lists, with their stamps."""
     try:
         return read_object(folder / MARK)
     except (*NOTHING_THERE, Unreadable):
@@ -294,9 +292,9 @@ def asset_names(folder: Path) -> list[str]:
     return [name for name in present if name in wanted]
 
 
-def copy_assets(assets: Path, folder: Path, names: list[str]) -> None:
-    """Copy files of a `model` folder."""
-    for name in names:
+def copy_assets(assets: Path, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Copy the files of a `model` folder that an export has."""
+    for name in filter(wanted, asset_names(assets)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(assets / name, folder / name)
 

@@ -134,11 +134,6 @@ class ObjectPath:
         keys = {info["name"].rstrip("/"): "/" * (info["type"] == "directory") for info in found}
         return sorted(key.rpartition("/")[2] + slash for key, slash in keys.items() if key != self.key)
 
-    def read_bytes(self) -> bytes:
-        """Return the content of an object; raises FileNotFoundError if there is none."""
-        with store_errors(self):
-            return bytes(self.fs.cat_file(self.key))
-
     def write_bytes(self, content: bytes) -> None:
         """Write an object, in place of one that is there."""
         with store_errors(self):
@@ -172,8 +167,6 @@ Location = Path | ObjectPath
 
 
 class _ObjectReader(io.RawIOBase):
-    """An object as a stream, read in the requested pieces."""
-
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._at, self._size = path, 0, path.stat().st_size
 
@@ -304,16 +297,7 @@ class CheckpointStorage:
         sizes = [path.lstat().st_size for path in self.checkpoint(step).rglob("*") if is_regular_file(path)]
         return sum(sizes), len(sizes)
 
-    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
-        """Return how much of the disk of `folder` is taken by `checkpoints` of `total` bytes, all ranks together."""
-        return total * checkpoints
-
-    def bytes_held(self) -> int:
-        """Return how much of the local disk the checkpoints take now."""
-        return sum(self.size_of(step)[0] for step in self.steps())
-
     def _names(self) -> list[str]:
-        """Return the names in the folder, none if it does not exist; raise StorageError if it cannot be listed."""
         with contextlib.suppress(*NOTHING_THERE), system_errors(self.folder):
             return os.listdir(self.folder)  # noqa: PTH208
         return []
@@ -359,21 +343,6 @@ class _ObjectStorage(CheckpointStorage):
                 path.unlink(missing_ok=True)
         for name in _without_manifest(self._folders()):
             self._remove(name)
-        self._abort_uploads()
-
-    def _abort_uploads(self) -> None:
-        """Abort uploads that killed processes began: S3 keeps their invisible parts, and charges for them.
-
-        A user without the right to list uploads keeps them; a rule of the bucket can remove them.
-        """
-        fs = self.root.fs
-        if not hasattr(fs, "list_multipart_uploads"):
-            return
-        bucket, _, below = self.root.key.partition("/")
-        with contextlib.suppress(StorageError), store_errors(self.root):
-            found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{below}/step-")
-            for upload in found.get("Uploads", []):
-                fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def prepare(self, step: int) -> None:
         self._reject_existing(step)
@@ -410,14 +379,7 @@ class _ObjectStorage(CheckpointStorage):
         sizes = self._folders().get(checkpoint_name(step), {}).values()
         return sum(sizes), len(sizes)
 
-    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
-        return total
-
-    def bytes_held(self) -> int:
-        return 0
-
     def _folders(self) -> dict[str, dict[str, int]]:
-        """Return the names and bytes of the objects of every folder."""
         with store_errors(self.root):
             found = self.root.fs.find(self.root.key, detail=True)
         folders: dict[str, dict[str, int]] = {}
@@ -475,7 +437,6 @@ def _steps(names: Iterable[str]) -> list[int]:
 
 
 def _reject_existing(target: Path) -> None:
-    """Raise CheckpointError when something has this name: a checkpoint never replaces anything."""
     if os.path.lexists(target):
         raise CheckpointError(EXISTS_ALREADY.format(target))
 

@@ -135,27 +135,22 @@ class Screen:
         self._line.show_step(step, total, parts)
         self._losses.append(record["loss"])
         if self.live and self._is_line_due("step", step, total):
-            self.say(self._history_line(record, total))
+            epoch = f"  epoch {record['epoch']:.2f}" if "epoch" in record else ""
+            held_out = f"  held-out {self.last['eval']['loss']:.4f}" if "eval" in self.last else ""
+            mean = statistics.fmean(self._losses)  # of the training loss, since the last such line
+            self.say(f"step {step:>{len(str(total))}}/{total}{epoch}  loss {mean:.4f}{held_out}")
             self._losses = []
         if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
             self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
 
     def _total_steps(self, step: int) -> int:
-        """Return the steps of the run; without its `start` event, this step."""
         return int(self.last["start"]["total_steps"]) if "start" in self.last else step
 
     def _least_memory(self) -> str:
         """Return the peak of the rank with the least memory, as the beginning of a range, if the ranks differ."""
         least = min(self._rank_memory, default=0)
         return f"{least / GIB:.2f} to " if least < (1 - MEMORY_DIFFERS) * max(self._rank_memory, default=0) else ""
-
-    def _fullest_rank(self) -> str:
-        """Return which rank has the highest peak, if the ranks differ."""
-        if not self._least_memory():
-            return ""
-        fullest = self._rank_memory.index(max(self._rank_memory))
-        return f" (most on {ranks_text([fullest], self.state.hosts())})"
 
     def _is_line_due(self, kind: str, step: int, total: int) -> bool:
         """Return whether an event gets a line that stays above the live line; over a whole run LINES of a kind do."""
@@ -164,14 +159,6 @@ class Screen:
         if due:
             self._printed[kind] = step
         return due
-
-    def _history_line(self, record: Record, total: int) -> str:
-        """Return step, epoch, the mean training loss since the last such line, and the newest held-out loss."""
-        parts = [f"step {record['step']:>{len(str(total))}}/{total}"]
-        parts += [f"epoch {record['epoch']:.2f}"] if "epoch" in record else []
-        parts += [f"loss {statistics.fmean(self._losses):.4f}"]
-        parts += [f"held-out {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
-        return "  ".join(parts)
 
     def _on_window(self, record: Record) -> None:
         if record["waited_s"] >= 1:
@@ -235,40 +222,39 @@ class Screen:
             self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
     def summary(self, seconds: float) -> None:
-        """Print what was trained, and how fast."""
+        """Print what this command has trained, and how fast, and the steps of all commands in total."""
         self._line.clear()
-        if "step" in self.last:
-            self.say("\n" + self._trained(seconds))
+        if "step" not in self.last:
+            return
+        step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
+        extras = [f"{step['step']:,} total"] if before else []
+        extras += [counted(restarts, "restart")] if restarts else []
+        least, fullest = self._least_memory(), ""
+        if least:
+            rank = self._rank_memory.index(max(self._rank_memory))
+            fullest = f" (most on {ranks_text([rank], self.state.hosts())})"
+        speed = [
+            f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
+            + (f" ({', '.join(extras)})" if extras else ""),
+            f"{rate(step['total_positions'] / step['total_s'])} while training",
+            f"peak {least}{self.peak_memory / GIB:.2f} GiB/rank{fullest}",
+        ]
+        losses = [f"{sum(self._label_tokens):,} label tokens", f"training loss {step['loss']:.4f}"]
+        losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
+        self.say("\n" + " · ".join(speed) + "\n" + " · ".join(losses))
 
     def paste(self, text: str) -> None:
         """Print lines that can be pasted elsewhere: a terminal breaks long ones, which adds no line breaks."""
         self.console.print(Text(f"\n{text}"), soft_wrap=True)
 
-    def _trained(self, seconds: float) -> str:
-        """Return the steps, speed, memory and losses of this command, and the steps of all commands in total."""
-        step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
-        extras = [f"{step['step']:,} total"] if before else []
-        extras += [counted(restarts, "restart")] if restarts else []
-        losses = [f"training loss {step['loss']:.4f}"]
-        losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
-        parts = [
-            f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
-            + (f" ({', '.join(extras)})" if extras else ""),
-            f"{rate(step['total_positions'] / step['total_s'])} while training",
-            f"peak {self._least_memory()}{self.peak_memory / GIB:.2f} GiB/rank{self._fullest_rank()}",
-        ]
-        return " · ".join(parts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
-
 
 def _quality(record: Record) -> str:
-    """Return the perplexity of an evaluation or, of preferences, how far and how often the chosen answers are ahead."""
     if "perplexity" in record:
         return f"perplexity {record['perplexity']:.2f}"
     return f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
 
 
 def _comparison_text(compared: list[Record]) -> str:
-    """Return how far the logits of an export are from those of the trained model, and what that means."""
     names = {"model": "", "merged": "merged: ", "separate": "adapter on its base: "}
     ways = "; ".join(names[found["what"]] + _verdict(found) for found in compared)
     tokens, rows = compared[0]["tokens"], "held-out" if compared[0]["held_out"] else "training"

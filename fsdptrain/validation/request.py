@@ -28,7 +28,6 @@ from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.processes import Child, StopRequest
 from fsdptrain.report.run_banner import nodes_allowed
-from fsdptrain.run_folder.files import full_tmpdir_errors
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validation.findings import Outcome
@@ -142,8 +141,7 @@ def _scratch_folder() -> Iterator[Path]:
     """Yield a folder that is removed afterwards, except where the message of an error names a log in it."""
     folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
     try:
-        with full_tmpdir_errors():
-            yield folder
+        yield folder
     except BaseException as error:
         named = str(folder) in str(error)
         raise

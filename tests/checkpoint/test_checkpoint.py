@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -24,7 +23,7 @@ from broken_saves import flip, when_synced
 from ranks import build, curve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import environment, fsdptrain, on_ranks, write_recipe
+from support import environment, events, fsdptrain, on_ranks, write_recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.export import export_checkpoint
@@ -46,7 +45,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, from_record, to_record
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.run_folder.ownership import write_mark
+from fsdptrain.run_folder.ownership import write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.terminal.screen import Screen
@@ -101,6 +100,7 @@ def test_a_failed_save_raises_on_every_rank_and_leaves_nothing(fault: str, words
         assert seen["error"][0] == "CheckpointError"
         assert re.search(words, seen["error"][1]), seen["error"][1]
         assert set(seen["there"]) - set(before) <= set(GIVEN_BACK) and STEP["nothing"] in seen["there"]
+        assert all([*(saves[0] / "run" / "checkpoints" / name).iterdir()] == [] for name in GIVEN_BACK)
         assert not seen["reported"]
 
 
@@ -124,16 +124,12 @@ def test_a_save_into_a_folder_that_is_lost_says_so_and_touches_nothing(how: str,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_save_after_a_failed_one_succeeds(saves: Any) -> None:
-    for rank, seen in enumerate(saves[1]):
-        assert seen["again"]["error"] is None and STEP["again"] in seen["again"]["there"]
-        assert seen["again"]["reported"] == (rank == 0)
-
-
-def test_a_checkpoint_that_cannot_be_reported_exists_and_every_rank_raises(saves: Any) -> None:
-    for seen in (rank["metrics_cannot_be_written"] for rank in saves[1]):
-        assert seen["error"][0] == "CheckpointError" and "cannot report" in seen["error"][1]
-        assert STEP["metrics_cannot_be_written"] in seen["there"]
+def test_the_save_after_a_failed_one_succeeds_and_one_that_cannot_be_reported_exists(saves: Any) -> None:
+    for rank, found in enumerate(saves[1]):
+        seen, unreported = found["again"], found["metrics_cannot_be_written"]
+        assert seen["error"] is None and STEP["again"] in seen["there"] and seen["reported"] == (rank == 0)
+        assert unreported["error"][0] == "CheckpointError" and "cannot report" in unreported["error"][1]
+        assert STEP["metrics_cannot_be_written"] in unreported["there"]
 
 
 def test_only_complete_checkpoints_count_as_kept(saves: Any) -> None:
@@ -156,6 +152,9 @@ def test_a_resume_skips_a_damaged_checkpoint_even_if_its_new_name_is_taken(saves
     steps = [int(STEP[name][-8:]) for name in ("newest_is_short", "once_more")]
     names = {path.name for path in (saves[0] / "run" / "checkpoints").iterdir()}
     assert [seen["resumed"] for seen in saves[1]] == [steps[0]] * 2
+    event = events(saves[0] / "run", "set_aside")[0]
+    assert event["path"].endswith(f"{STEP['once_more']}.damaged-2")
+    assert any("checksum differs" in problem for problem in event["problems"])
     assert {f"{STEP['once_more']}.damaged", f"{STEP['once_more']}.damaged-2"} <= names
 
 
@@ -352,13 +351,6 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_pa
     assert canary.exists()
 
 
-def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
-    wanted = shards(run)
-    wanted[NORM] = Shard(wanted[NORM].local.to(torch.bfloat16), 0, wanted[NORM].shape)
-    with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model needs torch\.bfloat16"):
-        load_alone(newest(run), wanted)
-
-
 def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
     tensors = {"scalar": torch.tensor(3.5), "rows": torch.arange(6.0).reshape(3, 2)}
     folder = tmp_path / "step-00000001"
@@ -379,12 +371,6 @@ def different_tensors() -> dict[str, Shard]:
     tensors = {str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in DTYPES}
     tensors |= {"transposed": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0, 3), "a": torch.tensor(3.5)}
     return {name: shard_of(tensor) for name, tensor in tensors.items()}
-
-
-def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "rank-00000.safetensors"
-    assert write_shards(path, different_tensors()) == (path.name, file_entry(path))
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == file_entry(path)["sha256"]
 
 
 CHANGES = {
@@ -409,6 +395,7 @@ def test_reading_back_notices_every_change_and_the_checksum_shows_it_later(
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     path = folder / "rank-00000.safetensors"
+    assert write_shards(path, different_tensors()) == (path.name, file_entry(path))
     with when_synced(lambda file: file.write_bytes(change(file.read_bytes())) and None):
         with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
             write_shards(path, different_tensors(), read_back=True)
@@ -463,20 +450,21 @@ def test_similar_names_are_not_checkpoints(run: RunDir) -> None:
     assert "has no manifest.json: the checkpoint is not complete" in checkpoint_problems(run.checkpoint(98))[0]
 
 
-@pytest.mark.parametrize("config", ["", '{"model_type": "llama", "hidden_size": "many"}', '{"model_type": "no such"}'])
-def test_an_export_with_an_invalid_model_is_a_checkpoint_error(config: str, run: RunDir) -> None:
-    (run.model / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match="model does not describe a model"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("", "model does not describe a model"),
+        ({"model_type": "llama", "hidden_size": "many"}, "model does not describe a model"),
+        ({"model_type": "no such"}, "model does not describe a model"),
+        ({"num_hidden_layers": 4}, "which the model needs, is missing"),
+    ],
+)
+def test_an_export_with_a_model_that_does_not_fit_is_a_checkpoint_error(config: Any, message: str, run: RunDir) -> None:
+    path = run.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config) if config else "")
+    with pytest.raises(CheckpointError, match=message):
         export_checkpoint(run, None, run.export, None, Screen())
-    assert not run.export.exists() and not run.export.with_name(".export.writing").exists()
-
-
-def test_an_export_with_another_model_is_a_checkpoint_error(run: RunDir) -> None:
-    config = json.loads((run.model / "config.json").read_text())
-    (run.model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    with pytest.raises(CheckpointError, match="which the model needs, is missing"):
-        export_checkpoint(run, None, run.export, None, Screen())
-    assert not run.export.with_name(".export.writing").exists()
+    assert not [*run.root.glob("*export*")]
 
 
 def test_verify_checks_everything_and_changes_nothing(run: RunDir) -> None:
@@ -521,26 +509,36 @@ def test_verify_needs_no_torch(run: RunDir) -> None:
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda export: (export / "config.json").unlink(),
-        lambda export: (export / "model.safetensors").unlink(),
-        lambda export: (export / "config.json").write_text("{"),
-        lambda export: (export / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../plan.json"}}'),
-        lambda export: (export / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model.safetensors"}}'
-        ),
-        lambda export: (export / "model.safetensors.index.json").write_text('{"weight_map": [3]}'),
-    ],
-)
-def test_verify_finds_what_is_wrong_with_an_export(change: Callable[[Path], object], run: RunDir) -> None:
+def index_of(export: Path, weight_map: object) -> None:
+    """Write an index beside the weights, which become one of its files."""
+    (export / "model.safetensors").rename(export / "model-1.safetensors")
+    (export / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+WRONG_EXPORTS: dict[str, Callable[[Path], object]] = {
+    "config.json is missing": lambda export: (export / "config.json").unlink(),
+    "model.safetensors is missing": lambda export: (export / "model.safetensors").unlink(),
+    "config.json is damaged": lambda export: (export / "config.json").write_text("{"),
+    "exists besides model.safetensors.index.json: from_pretrained loads it": lambda export: (
+        export / "model.safetensors.index.json"
+    ).touch(),
+    "does not name a file of the folder": lambda export: index_of(export, {"a": "../../plan.json"}),
+    "json does not name a file": lambda export: index_of(export, [3]),
+    "has no 'a', which model.safetensors.index.json lists": lambda export: index_of(
+        export, {"a": "model-1.safetensors"}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_EXPORTS)
+def test_verify_finds_what_is_wrong_with_an_export(words: str, run: RunDir) -> None:
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
     save_file({"weight": torch.ones(2)}, run.export / "model.safetensors")
+    write_export_record(run, 2, {}, {})
     assert survey(run)["good"]
-    change(run.export)
-    assert survey(run)["export"]["problems"] and not survey(run)["good"]
+    WRONG_EXPORTS[words](run.export)
+    assert words in survey(run)["export"]["problems"][0] and not survey(run)["good"]
 
 
 def test_copies_of_gpu_memory_are_pinned_as_one_piece_if_possible(capfd: pytest.CaptureFixture[str]) -> None:
@@ -596,10 +594,6 @@ def test_the_copies_of_a_model_share_what_they_write(copies: int) -> None:
         assert sorted(written) == sorted(shards.keys() - (set() if first else {"buffer"}))
         sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
         assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more
-
-
-def test_a_taken_name_is_left_as_it_was(saves: Any) -> None:
-    assert [list((saves[0] / "run" / "checkpoints" / name).iterdir()) for name in GIVEN_BACK] == [[], []]
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -109,6 +109,10 @@ def test_verify_compares_the_bytes_of_an_export(run: RunDir) -> None:
     assert not survey(run)["good"]
     (run.export / "config.json").unlink()
     assert not survey(run)["good"]
+    exports.export_checkpoint(run, None, run.export, None, Screen())
+    run.export_record.unlink()
+    assert survey(run)["export"]["problems"] == ["export.json is missing, so contents were not compared"]
+    assert not survey(run)["good"]
 
 
 def test_an_export_says_where_it_comes_from(run: RunDir) -> None:

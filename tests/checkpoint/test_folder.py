@@ -574,8 +574,13 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     assert not left.finished and "6/6 steps" in heading(plan_of(recipe), rundir, left)
     assert inspect_earlier_attempts(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
-    write_export_record(rundir, 4, file_stamps(rundir.export), {})  # of an earlier step
-    assert not inspect_earlier_attempts(rundir, plan_of(recipe)).finished
+    for step, finished in ((4, False), (6, True)):  # of an earlier step, and of the last
+        write_export_record(rundir, step, file_stamps(rundir.export), {})
+        assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished == finished
+    for damage in (lambda path: path.write_text("{}"), Path.unlink):
+        damage(rundir.export / "config.json")
+        left = inspect_earlier_attempts(rundir, plan_of(recipe))
+        assert not left.finished and "export is not complete" in heading(plan_of(recipe), rundir, left)
     shutil.rmtree(rundir.root)
     evaluated = write_recipe(tmp_path, train__steps=6, data__eval={"fraction": 0.1})
     rundir = run_folder_after(evaluated, steps=6, total=6)
@@ -617,16 +622,6 @@ def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.Captu
     (rundir.export / "config.json").write_text("{}")
     save_file({"w": np.zeros(1)}, rundir.export / "model.safetensors")
     assert survey(rundir)["export"]["problems"] == [f"{fault}, so contents were not compared"]
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
-def test_a_finished_run_without_all_of_its_export_continues(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = run_folder_after(recipe, steps=6, total=6)
-    assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished
-    damage(rundir.export / "config.json")
-    left = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert not left.finished and "export is not complete" in heading(plan_of(recipe), rundir, left)
 
 
 @pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
@@ -816,19 +811,6 @@ def test_older_weights_are_never_in_a_new_export(how: str, tmp_path: Path) -> No
     assert kept is not None and contents(kept)["model.safetensors"] == b"step 1"
     export(rundir, 3, *first)
     assert contents(rundir.export).keys() == {*first, "notes.md"}
-
-
-def test_verify_reports_weights_that_hide_those_of_the_index(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    fill(rundir.export, "config.json")
-    (rundir.export / "config.json").write_text("{}")
-    save_file({"w": np.zeros(1)}, rundir.export / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    (rundir.export / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert survey(rundir)["export"]["problems"] == []
-    save_file({"w": np.ones(1)}, rundir.export / "model.safetensors")
-    (problem,) = survey(rundir)["export"]["problems"]
-    assert "exists besides model.safetensors.index.json: from_pretrained loads it instead" in problem
 
 
 def test_an_export_record_cannot_delete_files_outside_the_export(tmp_path: Path) -> None:

@@ -163,10 +163,41 @@ def test_a_start_is_refused_instead_of_going_back_to_the_checkpoint_before(name:
     assert inspect_earlier_attempts(run, plan).step == 4
 
 
-def test_checkpoints_in_a_folder_that_cannot_be_listed_are_not_gone(run: RunDir) -> None:
-    run.checkpoints.chmod(0)
-    with as_nobody(), pytest.raises(StorageError, match=r"/checkpoints cannot be read: .*\(errno 13, EACCES\)"):
-        run.checkpoint_steps()
+def wait_for_plan(run: RunDir) -> None:
+    recipe = load(run.root.parent / "recipe.yaml", ["launch.timeout_s=1"])
+    _wait_for_plan(make_plan(recipe, Topology("cpu", 2, 1, endpoint="host-0:29500")), run)
+
+
+READERS: dict[str, tuple[str, Callable[[RunDir], object]]] = {  # a path of the run folder, and what reads it
+    "listing": ("checkpoints", lambda run: run.checkpoint_steps()),
+    "the newest checkpoint": (
+        f"checkpoints/step-00000004/{FILE}",
+        lambda run: export_checkpoint(run, None, run.root.parent / "out", None, Screen()),
+    ),
+    "what was exported": ("export.json", read_export_record),
+    "where checkpoints are": ("plan.json", lambda run: RunDir.open(run.root)),
+    "the plan, on another node": ("plan.json", wait_for_plan),
+    "prepared data": ("cache/rows", lambda run: is_intact(run.root / "cache")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_the_system_cannot_read_is_neither_missing_nor_damaged(
+    name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_export_record(run, 4, {}, {})
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(run.root))
+    cached_folder("data", str(run.root), lambda made: (made / "rows").write_bytes(b"1") and None).rename(
+        run.root / "cache"
+    )
+    part, reading = READERS[name]
+    path = run.root / part
+    mode = path.stat().st_mode
+    path.chmod(0)
+    with as_nobody(), pytest.raises(StorageError, match=rf"{path} cannot be read: .*\(errno 13, EACCES\)"):
+        reading(run)
+    path.chmod(mode)
+    assert is_intact(run.root / "cache") and run.checkpoint_steps() == [2, 4]
 
 
 def test_verify_shows_what_cannot_be_read_and_that_a_resume_is_refused(run: RunDir) -> None:
@@ -183,11 +214,6 @@ def test_verify_shows_what_cannot_be_read_and_that_a_resume_is_refused(run: RunD
     assert "a resume is refused while the checkpoint of step 4 cannot be read" in done.stdout
     assert "errno 13, EACCES" in " ".join(done.stdout.split())
     assert names_in(run) == before and survey(run)["resume"] == 4
-
-
-def test_the_export_of_the_newest_checkpoint_is_not_silently_that_of_an_older_one(run: RunDir) -> None:
-    with without_rights(FILE)(run), pytest.raises(StorageError, match=f"{FILE} cannot be read: .*EACCES"):
-        export_checkpoint(run, None, run.root.parent / "out", None, Screen())
 
 
 def test_an_old_checkpoint_that_cannot_be_read_is_neither_counted_nor_removed(run: RunDir) -> None:
@@ -209,16 +235,6 @@ def test_a_resume_renames_nothing_if_one_rank_cannot_read(folder: Path) -> None:
         assert seen["resumed"] == 4 and seen["names"] == ["step-00000002", "step-00000004"]
 
 
-def test_what_was_exported_and_where_checkpoints_are_is_not_unknown_if_its_record_cannot_be_read(
-    run: RunDir,
-) -> None:
-    write_export_record(run, 4, {}, {})
-    for path, reading in ((run.export_record, read_export_record), (run.plan, lambda run: RunDir.open(run.root))):
-        path.chmod(0)
-        with as_nobody(), pytest.raises(StorageError, match=rf"{path} cannot be read: .*\(errno 13, EACCES\)"):
-            reading(run)
-
-
 @pytest.mark.parametrize("name", ["export/model.safetensors", "export/config.json", "export.json", "export"])
 def test_an_export_that_cannot_be_read_is_not_damaged(name: str, run: RunDir) -> None:
     run.export.mkdir()
@@ -230,16 +246,6 @@ def test_an_export_that_cannot_be_read_is_not_damaged(name: str, run: RunDir) ->
         found, verified = survey(run), CliRunner().invoke(app, ["verify", str(run.root)])
     assert found["export"]["unreadable"] and "(errno 13, EACCES)" in found["export"]["problems"][0]
     assert str(verified.exception) == f"{run.root}: files cannot be read, and may be intact"
-
-
-def test_prepared_data_that_cannot_be_read_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDPTRAIN_CACHE", str(folder))
-    made = cached_folder("data", str(folder), lambda made: (made / "rows").write_bytes(b"1") and None)
-    (made / "rows").chmod(0)
-    with as_nobody(), pytest.raises(StorageError, match=r"/rows cannot be read: .*\(errno 13, EACCES\)"):
-        is_intact(made)
-    (made / "rows").chmod(0o644)
-    assert is_intact(made)
 
 
 def test_a_model_without_rights_is_neither_missing_nor_a_name_on_the_hub(folder: Path) -> None:
@@ -264,13 +270,6 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, run: R
             write_report([RunDir(folder)], folder / "report.html")
     assert other["name"] and other["state"] != "unreadable"
     assert unreadable["state"] == "unreadable" and "plan.json cannot be read: Permission denied" in unreadable["why"]
-
-
-def test_a_plan_that_a_node_cannot_read_is_not_called_missing(run: RunDir) -> None:
-    recipe = load(write_recipe(run.root.parent, launch__timeout_s=1))
-    run.plan.chmod(0)
-    with as_nobody(), pytest.raises(StorageError, match=r"/plan.json cannot be read: .*\(errno 13, EACCES\)"):
-        _wait_for_plan(make_plan(recipe, Topology("cpu", 2, 1, endpoint="host-0:29500")), run)
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from fsdptrain.checkpoint.export_tensors import (
     SafetensorsWriter,
     check_export,
     names_by_decoder_layer,
+    publish,
     tensors_in_files,
     write_folder,
 )
@@ -129,8 +130,12 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
     monkeypatch.setattr(export_tensors, "MAX_FILE_BYTES", limit)
     groups = names_by_decoder_layer(bare)
     tensors = ({name: state[name].detach() for name in group} for group in groups)
-    write_folder(bare, groups, tensors, assets, tmp / "out", "float32", lambda *_: None)
+    write_to(tmp / "out", bare, groups, tensors, assets)
     return bare, tmp / "out"
+
+
+def write_to(out: Path, bare: Any, groups: list[list[str]], tensors: Any, assets: Path) -> None:
+    publish(lambda folder: write_folder(bare, groups, tensors, assets, folder, "float32", lambda *_: None), out, 0, {})
 
 
 def tokenizer_of(tmp: Path) -> Any:
@@ -224,7 +229,7 @@ def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(SafetensorsWriter, "add", full)
     tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
     with pytest.raises(CheckpointError, match="no space: needs"):
-        write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
+        write_to(out, bare, [[]], tensors, tmp_path / "assets")
     assert (out / "model.safetensors").read_bytes() == before
     assert not out.with_name("out.tmp").exists()
 
@@ -237,7 +242,7 @@ def test_an_export_that_the_disk_has_damaged_replaces_none(tmp_path: Path, monke
         when_synced(lambda path: os.truncate(path, path.stat().st_size - 1) if path.suffix == ".safetensors" else None),
         pytest.raises(CheckpointError, match=r"cannot write .*out: "),
     ):
-        write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
+        write_to(out, bare, [[]], tensors, tmp_path / "assets")
     assert (out / "model.safetensors").read_bytes() == before
 
 

@@ -47,17 +47,6 @@ def test_a_file_that_replaces_another_has_the_usual_rights_and_leaves_nothing_af
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"old"
 
 
-def test_only_what_killed_processes_have_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, others = tmp_path / f".fsdptrain-{'0a' * 8}.tmp", [tmp_path / ".fsdptrain-mine.tmp", tmp_path / ".file.tmp"]
-    for path in (left, *others):
-        path.touch()
-    write_atomically(tmp_path / "file", "new")
-    assert left.exists(), "a process that lives may write it"
-    monkeypatch.setattr("fsdptrain.run_folder.files.LEFT_S", -1)
-    write_atomically(tmp_path / "file", "new")
-    assert {*tmp_path.iterdir()} == {*others, tmp_path / "file"}
-
-
 def test_a_copied_recipe_is_not_written_through_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").symlink_to(tmp_path / "elsewhere")
     done = fsdptrain("recipes", "copy", "shakespeare", tmp_path / "mine.yaml")

@@ -302,16 +302,6 @@ def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, s
         run.storage.remove_leftovers()
 
 
-def test_abandoned_uploads_are_aborted_at_the_next_start(remote: RunDir) -> None:
-    fs, prefix = remote.storage.root.fs, remote.storage.root.key.partition("/")[2]  # type: ignore[attr-defined]
-    for key in (f"{prefix}/step-00000001/rank-00000.safetensors", "elsewhere"):
-        fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
-    remote.storage.remove_leftovers()
-    left = fs.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["elsewhere"]
-    fs.clear_multipart_uploads(BUCKET)
-
-
 def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tmp_path: Path) -> None:
     def plan_with(**keys: Any) -> Plan:
         keys = {f"checkpoint__{key}": value for key, value in keys.items()}
