@@ -13,7 +13,7 @@ or a window. So a short trial on the device decides.
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import attention as of_torch
@@ -140,8 +140,8 @@ def _cudnn_computes(plan: Plan, bare: Any) -> bool:
     if plan.context > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
         return False
     return all(
-        size == of_values <= CUDNN_HEAD and size % 8 == 0 and not has_window
-        for _, _, size, of_values, has_window in heads_of(bare)
+        heads.size == heads.of_values <= CUDNN_HEAD and heads.size % 8 == 0 and not heads.has_window
+        for heads in heads_of(bare)
     )
 
 
@@ -212,15 +212,20 @@ def restore_flash() -> None:
         of_torch.restore_flash_attention_impl()
 
 
-# How many heads an attention layer has for queries, and for keys; the elements of such a head, and of one of values;
-# and whether it has a window.
-Heads = tuple[int, int, int, int, bool]
+class Heads(NamedTuple):
+    """The heads of an attention layer: how many for queries and keys, their elements, and whether it has a window."""
+
+    queries: int
+    keys: int
+    size: int
+    of_values: int
+    has_window: bool
 
 
 def heads_of(bare: Any) -> set[Heads]:
     """Return the different heads of a skeleton, from its own forward on a CPU in the varlen kernel."""
     _, _, calls = run_in_varlen(bare, [0, 1, 2])
-    return {(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window is not None) for q, k, v, _, window in calls}
+    return {Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window is not None) for q, k, v, _, window in calls}
 
 
 def check_heads(heads: Heads, device: torch.device) -> None:

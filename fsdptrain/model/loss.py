@@ -142,9 +142,14 @@ def _copy_with_stand_ins(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
 
 
 def cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: Divisor,
-    after: AfterHead, gradients: ToGradients | None = None,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    divisor: Divisor,
+    after: AfterHead,
+    gradients: ToGradients | None = None,
+) -> torch.Tensor:
     """Return the cross-entropy of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
     `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `labels` is [T]. The
@@ -197,9 +202,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        divisor: Divisor, after: AfterHead, gradients: ToGradients,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        divisor: Divisor,
+        after: AfterHead,
+        gradients: ToGradients,
+    ) -> torch.Tensor:
         scale = (labels != IGNORED) / divisor
         total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, after, gradients)
         ctx.save_for_backward(*grads)
@@ -219,9 +230,14 @@ class _LabelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        after: AfterHead, gradients: ToGradients,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        after: AfterHead,
+        gradients: ToGradients,
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.after, ctx.gradients = after, gradients
         rows = loss_rows(weight.shape[0], hidden.device.type)
@@ -244,9 +260,15 @@ class _LabelLogProbs(torch.autograd.Function):
 
 
 def _loss_and_gradients(
-    needs: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    labels: torch.Tensor, scale: torch.Tensor, after: AfterHead, gradients: ToGradients,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    needs: tuple[bool, ...],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    after: AfterHead,
+    gradients: ToGradients,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the summed loss, and the gradients of hidden states, weight and bias that are needed.
 
     `scale` float32 [T] multiplies the gradient of each token's loss, not the loss.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -284,7 +285,8 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[
     curves = on_ranks(1, "curves", trained["tmp"] / "e", recipe=str(recipe), variants=both, steps=1)[0]
     assert curves["from"][0][0] == pytest.approx(curves["merged"][0][0], rel=1e-6)
     shutil.copytree(out, trained["run"].export)
-    assert survey(trained["run"])["export"]["problems"] == []
+    [problem] = survey(trained["run"])["export"]["problems"]
+    assert problem == "export.json is missing, so contents were not compared"  # the copy has no record
     (trained["run"].export / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
     assert "adapter_model.safetensors is damaged" in survey(trained["run"])["export"]["problems"][0]
 
@@ -320,7 +322,6 @@ def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
         {"init_lora_weights": "pissa"}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"}, {"peft_type": "LOHA"},
         {"a_key_of_a_later_peft": 1}, {"r": 0}, {"r": "8"}, {"target_modules": None}, {"modules_to_save": "lm_head"},
         {"target_modules": ["${name}"]}, {"modules_to_save": ["${oc.env:HOME}"]}, {"target_parameters": [5]},
-        {"target_modules": ".*q_proj"}, {"layers_to_transform": [1]}, {"exclude_modules": ["down_proj"]},
     ],
 )  # fmt: skip
 def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -335,14 +336,17 @@ def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: d
 
 
 HOW: dict[str, dict[str, Any]] = {  # what peft's configuration has
-    "layers": {"target_modules": ["q_proj", "up_proj"]},
-    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+    "an expression": {"target_modules": r".*[.]self_attn[.](q|v)_proj"},
+    "layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "all but": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+    "all but an expression": {"target_modules": ["q_proj"], "exclude_modules": ".*layers.1.*"},
+    "embedding by an expression": {"target_modules": ".*(embed_tokens|q_proj)"},
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("how", HOW)
-def test_adapters_of_peft_are_continued(how: str, tmp_path: Path) -> None:
+def test_adapters_of_peft_are_continued_however_their_layers_were_chosen(how: str, tmp_path: Path) -> None:
     base, folder, ids = tmp_path / "base", tmp_path / "adapter", torch.arange(40)[None]
     torch.manual_seed(4)
     AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(base)
@@ -449,19 +453,33 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
 
 
 def test_the_base_of_an_adapter_is_compared_with_the_model(tmp_path: Path) -> None:
-    base = tmp_path / "base"
+    """Only the merged export that contains the adapter is refused: other folders may hold the same weights."""
+    base, merged, moved = tmp_path / "base", tmp_path / "merged", tmp_path / "moved"
     base.mkdir()
-    recipe = adapter_folder(tmp_path / "adapter", base_model_name_or_path=str(base))
+    recipe = adapter_folder(merged / "adapter", base_model_name_or_path=str(base))
+    shutil.copytree(merged / "adapter", moved)
 
-    def note(model: str) -> str | None:
-        return base_note(Recipe(model=Model(id=model), adapter=recipe.adapter))
+    def found(model: str, folder: Path) -> tuple[list[str], str | None]:
+        section = dataclasses.replace(recipe.adapter, from_=str(folder))
+        other, problems = with_adapter_of_folder(Recipe(model=Model(id=model), adapter=section))
+        return [problem.message for problem in problems], base_note(other)
 
-    assert note(str(base)) is None and note(f"{base}/../base/") is None
-    assert f"was trained on '{base}', and model.id is 'org/name': they must have the same weights" in str(
-        note("org/name")
-    )
-    adapter_folder(tmp_path / "adapter", base_model_name_or_path=None)
-    assert note("org/name") is None
+    for folder in (merged / "adapter", moved):
+        [message], _ = found(str(merged), folder)
+        assert f"model.id ({merged}) is the export that this adapter is merged into" in message
+        assert f"set model.id to the adapter's base ('{base}'), or remove adapter.from" in message
+        assert found(str(base), folder) == ([], None)
+        assert found(f"{merged}/../base/", folder) == ([], None)
+        problems, note = found("org/name", folder)
+        assert not problems and note
+        assert f"was trained on '{base}', and model.id is 'org/name': they must have the same weights" in note
+    (moved / "adapter_model.safetensors").write_bytes(b"another adapter")
+    problems, note = found(str(merged), moved)
+    assert not problems and note
+    adapter_folder(moved, base_model_name_or_path=None)
+    assert found("org/name", moved) == ([], None)
+    adapter_folder(base / "adapter", base_model_name_or_path=str(base))  # a base with its own adapter inside
+    assert found(str(base), base / "adapter") == ([], None)
 
 
 def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "times"), zip(RECOMPUTATION, ([1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 1, 2]), strict=True)
+    ("kind", "times"), [*zip(RECOMPUTATION, ([1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 1, 2]), strict=True)]
 )
 def test_layers_are_computed_again_in_backward_as_the_recipe_says(kind: Any, times: list[int]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,8 @@ def test_the_varlen_kernel_computes_what_the_reference_on_a_cpu_does(
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128, 128, True), (4, 4, 192, 128, False), (4, 2, 256, 256, False)])
-def test_the_trial_of_attention_accepts_what_torch_has_built_in(heads: Heads) -> None:
-    check_heads(heads, torch.device("cuda"))
+def test_the_trial_of_attention_accepts_what_torch_has_built_in(heads: tuple[Any, ...]) -> None:
+    check_heads(Heads(*heads), torch.device("cuda"))
 
 
 def test_the_events_have_what_the_allocator_has_reserved(tmp_path: Path) -> None:
