@@ -41,7 +41,7 @@ from fsdptrain.errors import (
     listed,
 )
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.run_folder.files import NOTHING_THERE, try_lock, write_atomically
+from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
 from fsdptrain.run_folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.run_folder.rundir import MARK, RunDir
 from fsdptrain.run_folder.storage import PROBE, URL, Location
@@ -80,6 +80,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
+    _check_access(rundir)
     # The mark makes the folder one of fsdptrain's, and is what is locked.
     with _os_errors_as_recipe_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,25 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
     _check_places(plan, rundir)
     if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
         _refuse_used(rundir)
-    return inspect_earlier_attempts(rundir, plan)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if not earlier.finished:
+        _check_access(rundir)
+    return earlier
+
+
+def _check_access(rundir: RunDir) -> None:
+    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
+    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.trackers]
+    folders += [rundir.export, checkpoints, *checkpoints.glob("step-*")]
+    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
+    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
+        for path in paths:
+            if path.exists() and not os.access(path, mode):
+                raise RecipeError(
+                    f"output_dir: {path} cannot be written by this user (its owner has the number "
+                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
+                )
 
 
 def _refuse_used(rundir: RunDir) -> NoReturn:
@@ -132,6 +151,12 @@ def _check_places(plan: Plan, rundir: RunDir) -> None:
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
     reject_external_symlinks(rundir)
+    written = (rundir.plan, rundir.metrics, rundir.progress, rundir.pinned, rundir.export_record, rundir.launcher_log)
+    for path in written:
+        if os.path.lexists(path) and not is_regular_file(path):
+            raise RecipeError(
+                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
+            )
     if rundir.checkpoint_folder:
         _check_checkpoint_folder(rundir, rundir.checkpoint_folder)
     _check_owner_of_checkpoints(plan, rundir)

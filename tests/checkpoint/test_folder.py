@@ -318,6 +318,22 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("part", ["logs", "logs/rank-0.log", "metrics.jsonl", "checkpoints", ".fsdptrain"])
+def test_a_run_of_another_user_is_refused_before_it_trains(part: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
+    fill(rundir.root, "logs/rank-0.log")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.chown(rundir.root / part, 0, 0)
+    message = as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path)
+    assert f"output_dir: {rundir.root / part} cannot be written by this user" in message, message
+    assert len(list(rundir.plans.glob("*.json"))) == 1
+    os.chown(rundir.root / part, NOBODY, NOBODY)
+    assert as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_folder_above_an_export_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, 0)
     tmp_path.chmod(0o755)
