@@ -223,9 +223,18 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a model, or resume its run. The run folder is output_dir."""
+    written = None
     with contextlib.ExitStack() as stack:
-        written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
-        plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+        try:
+            with _os_errors_as_fsdptrain_errors():
+                written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+                plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+        except FsdptrainError as error:
+            _print_error(error)
+            from fsdptrain.failures.notify_nodes import tell_other_nodes
+
+            tell_other_nodes(error, written.recipe if written else None)
+            sys.exit(error.exit_code)
         from fsdptrain.forecast.forecaster import Forecaster, compare_with_measured
         from fsdptrain.forecast.search import relief_lines
         from fsdptrain.launch.launcher import launch, worker_settings

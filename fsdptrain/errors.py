@@ -3,6 +3,7 @@
     FsdptrainError            1   an internal error, if no subclass applies
     ├── RecipeError           2   the recipe or the command line is wrong
     │   ├── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
+    │   ├── FolderInUse       2   another run uses the run folder
     │   └── Unreadable        2   a file of a run folder is not what fsdptrain writes there
     ├── DoesNotFit            3   a dry run found that the plan does not fit into memory
     ├── DataError             4   the data is wrong: file, line, what was expected
@@ -60,6 +61,10 @@ class RecipeError(FsdptrainError):
 
 class NoModel(RecipeError):
     """A model or tokenizer is not on this machine and cannot be downloaded; another machine may have it."""
+
+
+class FolderInUse(RecipeError):
+    """Another run uses the run folder at this moment."""
 
 
 class Unreadable(RecipeError, ValueError):

@@ -27,7 +27,7 @@ LIGHT = (  # they import no torch
     "", "run_folder", "terminal", "config", "plan", "launch", "report",
 )  # fmt: skip
 LIGHT_MODULES = (  # in other packages
-    "failures.explain", "failures.translate",
+    "failures.explain", "failures.translate", "failures.notify_nodes",
     "checkpoint.manifest", "checkpoint.resume", "checkpoint.nodes", "validation.findings",
     "validation.request", "forecast.trace", "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.search", "forecast.render", "forecast.plot",

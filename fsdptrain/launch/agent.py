@@ -171,7 +171,8 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     """Run this node's workers of a run on several nodes; return the failures by rank.
 
     When the nodes have met, the launcher gets `{nodes, node, before}`: how many they are, the number of this one, and
-    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes.
+    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes, and
+    `{refused}` if one of those that it waits for was refused.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -190,6 +191,8 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node, "before": plan.rundir.newest_attempt()}),
         on_waiting=lambda: _signal_workers(JOIN_SIGNAL),  # again and again: a worker ignores it while it imports
         on_others=lambda: tell(pipe, {"others": True}),
+        on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
+        meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
         run=json.dumps(run if worker == WORKERS["train"] else {"digest": worker}),
     )

@@ -35,6 +35,7 @@ from fsdptrain.errors import (
     StorageError,
     WorkerError,
     WorkerLost,
+    from_record,
 )
 from fsdptrain.failures.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.run_lock import lock_run
@@ -182,6 +183,7 @@ class Attempt:
             cut_partial_lines(self.rundir)
         self._tails = (Tail(self.rundir.metrics), Tail(self.rundir.progress))
         self._started = time.monotonic()
+        self._refusal: dict[str, str] = {}  # of another node, before they met
         self._errors: dict[int, Record] = {}  # by rank, the first that it has written as an event
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
@@ -231,6 +233,8 @@ class Attempt:
                     self._meeting = record
                 elif "others" in record:
                     self.waited = True
+                elif "refused" in record:
+                    self._refusal = record["refused"]
                 else:
                     failure = record
         return failure
@@ -297,6 +301,8 @@ class Attempt:
                 self._check_folder()
                 checked = time.monotonic()
             self._note_meeting()
+            if self._refusal and not self._met:
+                return
             self._say_late()
             self._show_new_records()
             if self._met:
@@ -358,6 +364,9 @@ class Attempt:
 
         `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
+        if self._refusal and not self._met:
+            reason = f"node {self._refusal['host']} was refused: {self._refusal['message']}"
+            raise from_record({**self._refusal, "message": reason})
         self._check_folder()  # without it, all else fails
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:

@@ -32,6 +32,7 @@ from fsdptrain.checkpoint.resume import (
 )
 from fsdptrain.config.paths import expanded, is_folder, places
 from fsdptrain.errors import (
+    FolderInUse,
     Problem,
     RecipeError,
     StorageError,
@@ -296,10 +297,10 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
             with contextlib.suppress(OSError):  # not Linux
                 node += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
             if not _try_lock(stack, rundir, rundir.logs / f"lock-{'-'.join(node)}"):
-                raise RecipeError(f"output_dir: another run is using {rundir.root} on this machine")
+                raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
         first = lock_run(stack, rundir)
         if not first and not several:
-            raise RecipeError(f"output_dir: another run is using {rundir.root}")
+            raise FolderInUse(f"output_dir: another run is using {rundir.root}")
         yield first
 
 

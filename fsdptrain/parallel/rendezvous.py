@@ -3,6 +3,10 @@
 MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the workers start; the number of nodes is fixed
                                                                                 │
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
+
+A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the
+TCPStore. If it hosts that, it stays until all others have read the reason. A fixed number of nodes cannot meet then, so
+those that wait end (`on_refused`). The TCPStore ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import secrets
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,9 +34,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, to_record
 
 BACKEND = "fsdptrain"  # its name for torchrun
+LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
+LEAVE_S = 5.0  # how long a node that knows of a refusal stays, so that all can read it: it may host the TCPStore
 RUN_KEY = "fsdptrain/run"  # under which the first node leaves what it runs
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
@@ -37,6 +46,7 @@ LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as
 class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
 
+    met: threading.Event
     on_met: Callable[[int, int], None]
     on_waiting: Callable[[], None]
     on_others: Callable[[], None]
@@ -62,6 +72,7 @@ class Rendezvous(DynamicRendezvousHandler):
                     raise
                 self.on_others()
             else:
+                self.met.set()
                 self.on_met(found.rank, found.world_size)
                 return found
 
@@ -77,32 +88,44 @@ def register_rendezvous(
     on_met: Callable[[int, int], None],
     on_waiting: Callable[[], None],
     on_others: Callable[[], None],
+    on_refused: Callable[[dict[str, str]], None] = lambda refusal: None,
+    meeting: str = "",
     run: str = "{}",
 ) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
     `on_met` is called with the number of this node and of all nodes, `on_waiting` again and again while the workers run
-    and another node waits, `on_others` when this node has waited for ten minutes while others train. `run` is as in
-    `check_run`.
+    and another node waits, `on_others` when this node has waited for ten minutes while others train, `on_refused` from
+    a thread, with the record of a node that was refused in the same `meeting`. `run` is as in `check_run`.
     """
 
     def create(wanted: RendezvousParameters) -> RendezvousHandler:
         backend, tcp_store = create_backend(wanted)
-        check_run(tcp_store, run, wanted.endpoint)
+        key, nodes = _refusal_key(meeting), wanted.max_nodes
+        can_meet_without = wanted.min_nodes < nodes
+        check_run(
+            tcp_store, run, wanted.endpoint,
+            lambda refusal: None if can_meet_without else _tell(tcp_store, key, nodes, refusal, LEAVE_S),
+        )  # fmt: skip
         timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
         handler = Rendezvous.from_backend(
-            wanted.run_id, tcp_store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
+            wanted.run_id, tcp_store, backend, wanted.min_nodes, nodes, wanted.local_addr, timeout
         )
         handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
+        handler.met = threading.Event()
+        if not can_meet_without:
+            listening = (tcp_store, key, nodes, handler.met, on_refused)
+            threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
         return handler
 
     rendezvous_handler_registry.register(BACKEND, create)
 
 
-def check_run(tcp_store: dist.Store, run: str, endpoint: str) -> None:
+def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
     """Raise RecipeError if nodes of another run, or with another plan, meet at this place.
 
     The first node leaves the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
+    `tell` is called with the refusal if the others belong to the same run, and so wait for this node.
     """
     first, own = json.loads(tcp_store.compare_set(RUN_KEY, "", run)), json.loads(run)
     if first.get("digest") == own.get("digest"):
@@ -114,4 +137,53 @@ def check_run(tcp_store: dist.Store, run: str, endpoint: str) -> None:
     pairs = [(name, version, own["versions"].get(name)) for name, version in first["versions"].items()]
     differ = "; ".join(f"{name} {theirs}, here {ours}" for name, theirs, ours in pairs if theirs != ours)
     cause = f"has other versions ({differ}): install the same" if differ else "has another plan: start the same command"
-    raise RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
+    error = RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
+    tell({"host": own["host"], **to_record(error)})
+    raise error
+
+
+def _refusal_key(meeting: str) -> str:
+    return f"fsdptrain/refused/{meeting}"
+
+
+def _listen(
+    tcp_store: dist.Store, key: str, nodes: int, met: threading.Event, on_refused: Callable[[dict[str, str]], None]
+) -> None:
+    """Look for the refusal of another node until this one has met the others, or their TCPStore is lost."""
+    with contextlib.suppress(dist.DistError):
+        while not tcp_store.check([key]):
+            if met.wait(LISTEN_S):
+                return
+        refusal = json.loads(tcp_store.get(key))
+        _leave_together(tcp_store, key, nodes, LEAVE_S)
+        on_refused(refusal)
+
+
+def tell_refusal(
+    endpoint: str, meeting: str, nodes: int, is_first: bool | None, refusal: dict[str, str], within_s: float
+) -> None:
+    """Tell all nodes of a meeting at an endpoint that this one was refused; give up after `within_s` seconds.
+
+    `is_first` says whether it hosts the TCPStore; None if its address must tell.
+    """
+    settings: dict[str, Any] = {"read_timeout": math.ceil(within_s)}
+    settings |= {} if is_first is None else {"is_host": is_first}
+    wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
+    with contextlib.suppress(dist.DistError, RendezvousError):  # no node waits there
+        _, tcp_store = create_backend(wanted)
+        _tell(tcp_store, _refusal_key(meeting), nodes, refusal, within_s)
+
+
+def _tell(tcp_store: dist.Store, key: str, nodes: int, refusal: dict[str, str], within_s: float) -> None:
+    """Leave a refusal in the TCPStore, and wait until all nodes know of it, at most `within_s` seconds."""
+    tcp_store.set(key, json.dumps(refusal))
+    _leave_together(tcp_store, key, nodes, within_s)
+
+
+def _leave_together(tcp_store: dist.Store, key: str, nodes: int, within_s: float) -> None:
+    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the TCPStore."""
+    known, end = tcp_store.add(f"{key}/known", 1), time.monotonic() + within_s
+    with contextlib.suppress(dist.DistError):  # the node that hosts it has left
+        while known < nodes and time.monotonic() < end:
+            time.sleep(LISTEN_S / 5)
+            known = tcp_store.add(f"{key}/known", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import pytest
 from support import write_recipe
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
     RendezvousParameters,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -20,7 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.parallel import rendezvous
-from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous
+from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
 from fsdptrain.parallel.world import open_tcp_store
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
@@ -96,6 +99,36 @@ def test_nodes_with_the_same_host_name_and_process_number_meet(
         assert [each.world_size for each in pool.map(lambda each: each.next_rendezvous(), nodes)] == [2, 2]
 
 
+REFUSAL = {"host": "n2", "type": "DataError", "message": "data.path: rows.jsonl was not found"}
+
+
+@pytest.mark.parametrize("refused", ["the first node", "another node", "all nodes"])
+def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[dict[str, str]] = []
+    monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
+    register_rendezvous(lambda *place: None, lambda: None, lambda: None, heard.append, "Slurm job 7")
+    endpoint, waiting = free_endpoint(), {"the first node": (1, 2), "another node": (0, 1), "all nodes": ()}[refused]
+
+    def wait_at(number: int) -> None:
+        wanted = RendezvousParameters(BACKEND, endpoint, "run", 3, 3, "127.0.0.1", is_host=number == 0)
+        node = get_rendezvous_handler(wanted)
+        assert isinstance(node, Rendezvous)
+        node.settings.timeout._join = timedelta(seconds=3)
+        with contextlib.suppress(RendezvousError):  # the TCPStore may have ended
+            node.next_rendezvous()
+
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(wait_at, number) for number in waiting]
+        for number in {0, 1, 2}.difference(waiting):
+            pool.submit(tell_refusal, endpoint, "Slurm job 6", 3, False, {**REFUSAL, "message": "of another job"}, 1.0)
+            nodes.append(pool.submit(tell_refusal, endpoint, "Slurm job 7", 3, number == 0, REFUSAL, 60.0))
+        started = time.monotonic()
+        for each in nodes:
+            each.result()
+        assert time.monotonic() - started < 30  # nobody waits for the 60 s in which others might come
+    assert heard == [REFUSAL] * len(waiting)
+
+
 def described(endpoint: str, **changes: Any) -> Rendezvous:
     run = {"digest": "d", "name": "one", "output_dir": "/runs/one", "host": "n1", "versions": {"torch": "2.12"}}
     rendezvous.rendezvous_handler_registry._registry.clear()
@@ -121,7 +154,31 @@ def test_nodes_of_different_runs_do_not_meet_and_each_difference_has_its_name(wa
         with pytest.raises(RecipeError, match=says):
             described(endpoint, digest="e", host="n2", **changes)
     with pytest.raises(RecipeError, match="n1 has started the run one"):  # validate --here
-        rendezvous.check_run(first._store, json.dumps({"digest": "check"}), endpoint)
+        rendezvous.check_run(first._store, json.dumps({"digest": "check"}), endpoint, pytest.fail)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_nodes_that_wait_hear_that_another_has_another_plan(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[dict[str, str]] = []
+    monkeypatch.setattr(rendezvous, "LEAVE_S", 2.0)
+    monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
+    endpoint = free_endpoint()
+
+    def come(digest: str, host: str, said: list[dict[str, str]]) -> RendezvousHandler:
+        run = {"digest": digest, "name": "one", "output_dir": "/runs/one", "host": host, "versions": {}}
+        rendezvous.rendezvous_handler_registry._registry.clear()
+        register_rendezvous(lambda *_: None, lambda: None, lambda: None, said.append, "one", json.dumps(run))
+        return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", least, 2, "127.0.0.1"))
+
+    first = come("d", "n1", heard)  # as long as it is there, so is its TCPStore
+    with pytest.raises(RecipeError, match="n1 has another plan") as refused:
+        come("e", "n2", [])
+    end = time.monotonic() + (10 if least == 2 else 1)
+    while not heard and time.monotonic() < end:
+        time.sleep(0.1)
+    told = {"host": "n2", "type": "RecipeError", "message": str(refused.value)}
+    assert heard == ([told] if least == 2 else [])  # of a range of nodes, the others meet without it
+    first.shutdown()
 
 
 def test_a_firewall_that_lets_only_the_meeting_place_through_is_named(
