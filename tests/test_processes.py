@@ -88,7 +88,7 @@ def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.Mo
         assert child.ask({"do": "die"}) is None and "SIGKILL" in child.killed
     waits: list[int] = []
     with Child("any", keep_errors=True) as child, pytest.raises(TimeoutError):
-        child.ask({"do": "nothing"}, wait=lambda: waits.append(1), limit_s=0.1)
+        child.ask({"do": "nothing"}, wait=lambda: waits.append(1), limit_s=1.0)
     assert waits and child.code == -signal.SIGKILL
 
 

@@ -107,11 +107,7 @@ class Exported:
         `check_base` is called before and after the files of `model.id` are read; it may raise.
         """
         if self.adapter == "separate":
-            collected: Tensors = {}
-            for done, group in enumerate(tensors, 1):
-                collected |= group
-                progress("export", done, len(self.groups))
-            return write_adapter(folder, self.trained, collected, self.assets)
+            return write_adapter(folder, self.trained, collected(tensors, len(self.groups), progress), self.assets)
         adapter: Tensors = {}
         if self.needs_base:
             check_base()
@@ -218,6 +214,15 @@ def merged_tensors(
         if kept is not None:
             kept |= changed
         yield group
+
+
+def collected(tensors: Iterator[Tensors], groups: int, progress: Progress) -> Tensors:
+    """Return the tensors of all groups."""
+    found: Tensors = {}
+    for done, group in enumerate(tensors, 1):
+        found |= group
+        progress("export", done, groups)
+    return found
 
 
 def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) -> int:

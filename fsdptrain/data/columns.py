@@ -470,19 +470,30 @@ def _label_of_answers(source: Source) -> str | None:
 
 
 def unknown_columns_error(path: DataPath) -> DataError:
-    """Return the error for data whose columns match no format: which each of them needs."""
+    """Return the error for data whose columns match no format: how to name them, with an example of its own columns."""
     source = first_source(path)
     formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
     return DataError(f"{source.name}: its columns match no format ({formats}); {_columns_and_format(source)}")
 
 
 def _columns_and_format(source: Source) -> str:
+    """Return the columns of a source and how they are read; if that is not known, an example of how to name them."""
+    available = source.columns
     likely = likely_format(source)
-    if likely is None:
-        return f"columns: {listed(source.columns)}. Name those to read in data.columns"
-    form, columns = likely
-    named = f", columns: {yaml_text(columns)}" if columns else ""
-    return f"columns: {listed(source.columns)}. They fit data: {{format: {form}{named}}}"
+    if likely is not None:
+        form, columns = likely
+        named = f", columns: {yaml_text(columns)}" if columns else ""
+        return f"columns: {listed(available)}. They fit data: {{format: {form}{named}}}"
+    row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
+    texts = [name for name in available if isinstance(row.get(name), str)]
+    lists = [name for name in available if isinstance(row.get(name), list)]
+    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
+    form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
+    example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
+    return (
+        f"columns: {listed(available)}. Name those to read in data.columns of a recipe, for example data: "
+        f"{{format: {form}, columns: {yaml_text(example)}}}"
+    )
 
 
 def _text_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:

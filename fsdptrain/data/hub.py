@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -128,11 +129,11 @@ def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
 def safetensors_files(plan: Plan) -> list[str]:
     """Return the safetensors files of `model.id`, from a local folder or downloaded from the Hub; never pickled ones.
 
-    They are those that transformers reads: a single file comes before an index. Raises RecipeError when there are none,
-    or one of them is not a safetensors file.
+    They are those that transformers reads. Raises RecipeError when there are none, one of them is not a safetensors
+    file, or a single file and an index beside it name different weights.
     """
     model = plan.recipe.model
-    # A configuration may name the file.
+    # A configuration may name the file; a single file comes before an index.
     named = str(read_json(str(model.id), model.revision, "config.json", "model.id").get("transformers_weights") or "")
     if named != Path(named).name:
         raise RecipeError(
@@ -145,7 +146,31 @@ def safetensors_files(plan: Plan) -> list[str]:
         raise RecipeError(
             f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)"
         )
-    return _indexed_files(plan, found[0]) if found[0].endswith(".json") else _check_headers(found[:1])
+    if len(found) == 1:
+        return _indexed_files(plan, found[0]) if found[0].endswith(".json") else _check_headers(found)
+    single, index, reason = _check_headers(found[:1]), found[1], ""
+    try:
+        same = _same_weights(*(tuple(stamps_of(files)) for files in (single, _indexed_files(plan, index))))
+    except RecipeError as error:  # its files may be gone
+        same, reason = False, f" ({error.problems[0].message})"
+    if not same:
+        raise RecipeError(
+            f"model.id: {model.id} has {names[0]}, which transformers reads, and {names[1]}, which names files with "
+            f"other weights{reason}: remove the one that is not of this model"
+        )
+    return single
+
+
+@functools.lru_cache(maxsize=4)
+def _same_weights(one: tuple[tuple[str, int, int], ...], other: tuple[tuple[str, int, int], ...]) -> bool:
+    """Return whether two lists of safetensors files, as `stamps_of` has them, have the same tensors."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for stamps in (one, other):
+            opened = [stack.enter_context(safe_open(path, framework="pt")) for path, *_ in stamps]
+            found.append({name: each.get_slice(name) for each in opened for name in each.keys()})  # noqa: SIM118
+        first, second = found
+        return first.keys() == second.keys() and all(same_values(first[name], second[name]) for name in first)
 
 
 def same_values(one: Any, other: Any, dtype: torch.dtype | None = None) -> bool:
@@ -155,15 +180,12 @@ def same_values(one: Any, other: Any, dtype: torch.dtype | None = None) -> bool:
         return False
     rows = max(1, COMPARED_NUMBERS // max(1, math.prod(shape[1:])))
     parts: Iterable[Any] = (slice(start, start + rows) for start in range(0, shape[0], rows)) if shape else [...]
-    for part in parts:
-        first, second = one[part].to(dtype), other[part].to(dtype)
-        if not torch.equal(first, second) and not torch.equal(_bits(first), _bits(second)):  # a NaN equals its copy
-            return False
-    return True
+    return all(_equal(one[part].to(dtype), other[part].to(dtype)) for part in parts)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; a NaN is equal to one with the same bits."""
+    return torch.equal(one, other) or torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other)))
 
 
 def _indexed_files(plan: Plan, index: str) -> list[str]:

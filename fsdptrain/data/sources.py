@@ -89,8 +89,14 @@ def _pattern_of(names: Collection[str], others: Collection[str]) -> str | None:
     """Return the path of one file, or a glob that matches these files and no others; None if that is not found."""
     if len(names) == 1:
         return next(iter(names))
-    beginning = os.path.commonprefix([*names]).rstrip(string.digits)  # noqa: RUF071
-    return None if any(other.startswith(beginning) for other in others) else f"{beginning}*"
+    folder, _, beginning = os.path.commonprefix([*names]).rpartition("/")  # noqa: RUF071
+    file = os.path.commonprefix([name.rpartition("/")[2] for name in names]).rstrip(string.digits)  # noqa: RUF071
+    if not any(other.startswith(f"{folder}/{beginning.rstrip(string.digits)}") for other in others):
+        return f"{folder}/{beginning.rstrip(string.digits)}*"
+    below = (other for other in others if other.startswith(f"{folder}/"))
+    if not file or any(other.rpartition("/")[2].startswith(file) for other in below):
+        return None
+    return f"{folder}/**/{file}*"
 
 
 COMMIT = re.compile("[0-9a-f]{40}")

@@ -30,11 +30,10 @@ from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
 from fsdptrain.validation.findings import Findings
-from fsdptrain.validation.init_recipe import LONGEST, RowLengths, choose_sizes
+from fsdptrain.validation.init_recipe import LONGEST, MOST_ROWS, RowLengths, choose_sizes
 
 HEADING = "Data"
 LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone
-MOST_ROWS = 200_000  # that are read; of more data, the sizes are chosen from the first of them
 BYTES_PER_TOKEN = 4  # about, for English text
 
 
@@ -328,7 +327,8 @@ def _rows_to_choose_from(plan: Plan, seq_len: int, findings: Findings) -> RowLen
         return rows
     day = pin_date(plan, tokenizer, plan.rundir, keep=False)
     encoded = open_rows(plan.data_path, data, tokenizer, MOST_ROWS, findings.send_progress, day)
-    return RowLengths(encoded.lengths, encoded.notes["available"])
+    is_all = encoded.notes["rows"] < MOST_ROWS
+    return RowLengths(encoded.lengths, len(encoded.lengths) if is_all else sum(map(len, open_sources(plan.data_path))))
 
 
 def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:

@@ -175,6 +175,7 @@ STEPS = 100  # that a run should have at least
 FEWEST_STEPS = 10  # that longer sequences must leave
 FEW, FEW_ROWS = 800, 2000  # sequences, or rows; below, an epoch has not enough for STEPS of a useful size
 FEWEST_ROWS = 50  # of which some are held out
+MOST_ROWS = 200_000  # that are read; of more data, the sizes are chosen from the first of them
 SAMPLED = 2000  # rows that are packed to see how well they fill sequences
 
 
@@ -315,7 +316,7 @@ def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> li
         f"{size(best['memory_bytes'])} a GPU, {seconds(best['step_s'])} s a step, MFU {best['mfu']:.0%}"
     ]
     rows = outcome.report.get("data", {})
-    if "steps" in rows and rows["rows"] == rows["available"]:  # else the steps are those of a part of the data
+    if "steps" in rows and rows["rows"] < MOST_ROWS:  # else the steps may be those of a part of the data
         lines.append(f"{counted(rows['steps'], 'step')} take about {duration(rows['steps'] * best['step_s'])}")
     return lines
 

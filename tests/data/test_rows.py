@@ -298,7 +298,7 @@ def test_columns_are_recognised_and_the_suggestion_reads_them(
     wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
     message = complaint(path, **wrong)
     if expected is None:
-        assert message.endswith("columns: a, b. Name those to read in data.columns")
+        assert "data: {format: prompt_completion, columns: {prompt: a, completion: b}}" in message
         return
     advised = yaml.safe_load(message.partition("They fit ")[2])["data"]
     assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]
@@ -718,7 +718,7 @@ LAYOUTS = [  # files of a folder; "*": those that are read; the path to hold out
     (["train.jsonl*", "valid.jsonl", "dataset_infos.json", "extra.jsonl"], "valid.jsonl"),
     (["my_train_1.jsonl*", "my-training.jsonl*", "my_val.jsonl", "eval.jsonl"], "my_val.jsonl"),
     (["en/train-00000-of-00001.jsonl*", "fr/train-00000-of-00001.jsonl*", "en/test-00000-of-00001.jsonl",
-      "fr/test-00000-of-00001.jsonl"], None),
+      "fr/test-00000-of-00001.jsonl"], "**/test-00000-of-00001.jsonl*"),
     (["en/train.jsonl*", "fr/train.jsonl*", "en/test-a.jsonl", "fr/b-test.jsonl"], None),
     (["train.jsonl*", "dev.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/._train.jsonl",
       "._train.jsonl"], "dev.jsonl"),

@@ -433,7 +433,7 @@ def test_a_tie_that_the_recipe_asks_for_and_the_files_contradict_is_refused(tmp_
         fit_config(config, skeleton(config, plan.recipe.model), plan, safetensors_files(plan))
 
 
-def test_a_file_is_read_and_not_an_index_beside_it(tmp_path: Path) -> None:
+def test_a_file_and_an_index_beside_it_must_name_the_same_weights(tmp_path: Path) -> None:
     model = tmp_path / "model"
     odd_checkpoint(model, "llama", {}, lambda stored: stored)
     plan, whole = planned(tmp_path), load_file(model / "model.safetensors")
@@ -445,6 +445,16 @@ def test_a_file_is_read_and_not_an_index_beside_it(tmp_path: Path) -> None:
     assert safetensors_files(plan) == [str(model / "model.safetensors")], "what transformers reads"
     (model / "pytorch_model.bin").touch()
     assert safetensors_files(plan) == [str(model / "model.safetensors")], "what transformers reads"
+    refused = (
+        r"has model.safetensors, which transformers reads, and model.safetensors.index.json, which names files with"
+    )
+    whole["model.norm.weight"][0] += 1
+    save_file(whole, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=refused):
+        safetensors_files(plan)
+    Path(shards[0]).unlink()
+    with pytest.raises(RecipeError, match=refused):
+        safetensors_files(plan)
     (model / INDEX).unlink()
     config = json.loads((model / "config.json").read_text())
     Path(model / "model.safetensors").rename(model / "other.safetensors")
