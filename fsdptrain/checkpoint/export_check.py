@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from fsdptrain.checkpoint.shards import Tensors
+from fsdptrain.config.optimizers import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.config import own_classes
 from fsdptrain.model.patches import import_quietly, torch_operators
@@ -51,6 +52,7 @@ WAY_OUT = (
 )
 
 POLL_S = 0.2  # between checks whether the process is done
+QUANTISING_BYTES = 15  # a number of a weight that bitsandbytes quantises on a CPU: copies in float32, codes in int32
 RESERVE = 2 * 2**30  # bytes of host memory besides the weights: libraries, logits, and what others need
 
 
@@ -196,9 +198,15 @@ def coarser(*dtypes: str) -> str:
     return max(dtypes, key=LIMITS.__getitem__)
 
 
-def weights_memory(model: Any, dtype: str) -> int:
-    """Return the bytes of a skeleton's weights in a dtype; those of a quantised base are fewer in the end."""
-    return sum(param.numel() for param in model.parameters()) * getattr(torch, dtype).itemsize
+def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
+    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4.
+
+    Those need more while bitsandbytes quantises the largest of them, on a CPU all of it at once.
+    """
+    in_nf4, width = {f"{name}.weight" for name in quantised}, getattr(torch, dtype).itemsize
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    kept = sum(size * (NF4_BYTES if name in in_nf4 else width) for name, size in sizes.items())
+    return round(kept + QUANTISING_BYTES * max((sizes[name] for name in in_nf4), default=0))
 
 
 # --- in the fresh process --------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class Exported:
             found["separate"] = Way(
                 "." if self.adapter == "separate" else ADAPTER_FOLDER,
                 compute,
-                weights_memory(self.unsharded, compute),
+                weights_memory(self.unsharded, compute, quantised),
                 compute,
                 adapter=True,
                 unquantised=[name for name in layers if name not in quantised] if quantised else None,

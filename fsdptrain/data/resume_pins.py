@@ -98,6 +98,8 @@ def _pinned_before(rundir: RunDir) -> Pinned:
         written = read_object(path)
         if not rundir.checkpoint_steps() and written["start"] != _newest_start(rundir):
             return {}
+        if "windows" in written:
+            written["windows"] = {"files": str(written["windows"]["files"]), "read": list(written["windows"]["read"])}
         if "date" in written:
             datetime.date.fromisoformat(written["date"])
         for commit in written.get("commits", {}).values():
