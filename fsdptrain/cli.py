@@ -722,9 +722,9 @@ def chat(
     with contextlib.ExitStack() as stack:
         with _screen_beside_result() as screen:  # its live line would be in the way of the answers
             opened = stack.enter_context(_opened_model(model, step, dtype, trust_remote_code, screen))
-        from fsdptrain.inference.opened import Dialogue, Sampling, talk
+        from fsdptrain.inference.opened import Dialogue, talk
 
-        dialogue = Dialogue(opened, Sampling(max_tokens, temperature, seed), source)
+        dialogue = Dialogue(opened, max_tokens, temperature, seed, source)
         if prompt is not None:
             dialogue.answer(prompt)
         else:

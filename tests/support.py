@@ -18,7 +18,10 @@ import psutil
 import yaml
 from forks import Command
 
+from fsdptrain.config.reader import load
 from fsdptrain.plan.network import unused_port
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder.records import EVENTS
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +86,11 @@ def write_recipe(tmp: Path, **changes: Any) -> Path:
     path = tmp / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_dict(tmp, **changes)))
     return path
+
+
+def planned(recipe: Path, *overrides: str, ranks: int = 1) -> Plan:
+    """Return the plan of a recipe for ranks on the CPU of one node."""
+    return make_plan(load(recipe, [*overrides]), Topology("cpu", 1, ranks))
 
 
 def write_pairs(path: Path, count: int = 150) -> None:

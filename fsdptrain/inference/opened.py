@@ -157,29 +157,23 @@ def _open_model(name: str, options: dict[str, Any]) -> Any:
     return model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen: at most `max_tokens`; the most likely ones if the temperature is 0."""
-
-    max_tokens: int
-    temperature: float
-    seed: int
-
-
 class Dialogue:
     """A conversation with a model, or continuations of texts where a chat template is not what it was trained with."""
 
-    def __init__(self, opened: OpenedModel, sampling: Sampling, source: str | None = None) -> None:
+    def __init__(
+        self, opened: OpenedModel, max_tokens: int, temperature: float, seed: int, source: str | None = None
+    ) -> None:
         """Begin a conversation, in which prompts are those of a source of the run, by default `prompt_source`.
 
-        The seed is set once, so that the same inputs get the same answers. Raises RecipeError for an unknown source.
+        An answer has at most `max_tokens`, the most likely ones if the temperature is 0. The seed is set once, so that
+        the same inputs get the same answers. Raises RecipeError for an unknown source.
         """
-        self.opened, self.sampling = opened, sampling
+        self.opened, self.max_tokens, self.temperature = opened, max_tokens, temperature
         self.source = opened.source(source)
         self.data = self.source.data if self.source else None
         self.is_chat = renders_chat(opened.tokenizer, self.data)
         self.messages: list[Message] = []
-        torch.manual_seed(sampling.seed)
+        torch.manual_seed(seed)
 
     @property
     def usage(self) -> str:
@@ -205,9 +199,8 @@ class Dialogue:
             self.messages.pop()
             raise RecipeError(f"{len(ids):,} tokens, and the model has {limit:,} positions" if ids else "no tokens")
         inputs = torch.tensor([ids], device=opened.model.device)
-        most = self.sampling.max_tokens if limit is None else min(self.sampling.max_tokens, limit - len(ids))
-        temperature = self.sampling.temperature
-        how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        most = self.max_tokens if limit is None else min(self.max_tokens, limit - len(ids))
+        how = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         ends = end_tokens(tokenizer, opened.model.generation_config)
 
         def is_stopped(ids: torch.Tensor, scores: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ while, so that files are read into it under their own names.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -464,26 +465,15 @@ def saved_names(model: Any) -> dict[str, str]:
 
 def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a weight with its adapter, tensors by their names inside a skeleton's `layer`, added in float32."""
-    base = "base_layer"
-    while _is_adapted(layer.get_submodule(base)):
-        base += ".base_layer"
-    own = f"{base}.{getattr(layer, 'parameter_name', 'weight')}"
-    places = {own: weight, **adapter}
-    before = {name: layer.get_parameter(name) for name in places}
-    try:
-        for name, tensor in places.items():
-            _set_parameter(layer, name, nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False))
-        layer.merge(safe_merge=True)
-        return layer.get_parameter(own).detach()
-    finally:
-        layer.merged_adapters.clear()
-        for name, param in before.items():
-            _set_parameter(layer, name, param)
-
-
-def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    owner, _, key = name.rpartition(".")
-    setattr(module.get_submodule(owner), key, param)
+    own = _adapted_name(layer, f"base_layer.{getattr(layer, 'parameter_name', 'weight')}")
+    twin = copy.deepcopy(layer)  # on the meta device
+    for name, tensor in {own: weight, **adapter}.items():
+        owner, _, key = name.rpartition(".")
+        whole = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+        setattr(twin.get_submodule(owner), key, whole)
+    twin.merge(safe_merge=True)
+    merged: torch.Tensor = twin.get_parameter(own).detach()
+    return merged
 
 
 def save_config(model: Any, folder: Path) -> None:

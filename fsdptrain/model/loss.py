@@ -31,7 +31,7 @@ from fsdptrain.model.varlen import Exchange
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 Divisor = int | torch.Tensor
-ToGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AfterHead], torch.Tensor]  # as `to_gradients`
+ToGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as `to_gradients` of a model
 
 
 def compute_in_chunks(model: Any, compiled: bool = False) -> None:
@@ -44,7 +44,7 @@ def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     """
     decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
-    gradients = compiled_gradients() if compiled else to_gradients
+    gradients = compiled_gradients(after) if compiled else functools.partial(to_gradients, after=after)
     forward, head_forward = model.forward, head.forward
 
     def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor | None = 1, **inputs: Any) -> Any:
@@ -157,9 +157,8 @@ def cross_entropy(
     softmax minus 1 is close to -1 for nearly every label, and all of these would be rounded in the same direction.
     """
     if torch.is_grad_enabled():
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
-            hidden, weight, bias, labels, divisor, after, gradients or to_gradients
-        )
+        gradients = gradients or functools.partial(to_gradients, after=after)
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, divisor, gradients)
         return loss
     losses = [
         functional.nll_loss(_log_softmax(after(functional.linear(h, weight, bias))), t, **SUM)
@@ -208,11 +207,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         divisor: Divisor,
-        after: AfterHead,
         gradients: ToGradients,
     ) -> torch.Tensor:
         scale = (labels != IGNORED) / divisor
-        total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, after, gradients)
+        total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, gradients)
         ctx.save_for_backward(*grads)
         ctx.dtype = hidden.dtype
         return total / divisor
@@ -222,7 +220,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In the engine `scale` is 1, because the divisor is already applied: nothing is rounded a second time.
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
-        return *grads, None, None, None, None
+        return *grads, None, None, None
 
 
 class _LabelLogProbs(torch.autograd.Function):
@@ -239,7 +237,7 @@ class _LabelLogProbs(torch.autograd.Function):
         gradients: ToGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.after, ctx.gradients = after, gradients
+        ctx.gradients = gradients
         rows = loss_rows(weight.shape[0], hidden.device.type)
         losses = [
             functional.nll_loss(_log_softmax(after(logits)), t, ignore_index=IGNORED, reduction="none")
@@ -253,9 +251,7 @@ class _LabelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         scale = -scale * (labels != IGNORED)  # the gradient of a log-probability is one-hot minus softmax
-        _, *grads = _loss_and_gradients(
-            ctx.needs_input_grad, hidden, weight, bias, labels, scale, ctx.after, ctx.gradients
-        )
+        _, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, ctx.gradients)
         return *(None if grad is None else grad.to(hidden.dtype) for grad in grads), None, None, None
 
 
@@ -266,7 +262,6 @@ def _loss_and_gradients(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     scale: torch.Tensor,
-    after: AfterHead,
     gradients: ToGradients,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the summed loss, and the gradients of hidden states, weight and bias that are needed.
@@ -279,7 +274,7 @@ def _loss_and_gradients(
     of_weight = of_bias = None
     for (h, t), s in zip(_chunks(hidden, weight, labels), scale.tensor_split(loss_chunks(*hidden.shape)), strict=True):
         grad = functional.linear(h, weight, bias)
-        total += gradients(grad, t, s, after)
+        total += gradients(grad, t, s)
         if needs_hidden:
             of_hidden.append(grad @ weight)
         if needs_weight:
@@ -333,11 +328,11 @@ def _fusible_loss_and_gradient(
     return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
 
 
-def compiled_gradients() -> ToGradients:
-    """Return `to_gradients` in one compiled graph for each shape of a chunk: chunks have two lengths at most."""
+def compiled_gradients(after: AfterHead) -> ToGradients:
+    """Return `to_gradients` as one compiled graph for each shape of a chunk: chunks have two lengths at most."""
     graphs: dict[Any, Callable[..., torch.Tensor]] = {}
 
-    def compiled(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead) -> torch.Tensor:
+    def compiled(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         kind = logits.shape, logits.dtype
         if kind not in graphs:
             # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.

@@ -35,10 +35,6 @@ PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of it
 }  # fmt: skip
 
 
-class _Reached(Exception):
-    """A recurrence has got the bounds of documents."""
-
-
 class Probe:
     """A causal LM reduced to what decides which tokens see one another."""
 
@@ -69,12 +65,9 @@ class Probe:
 
     def bounds_reach_recurrences(self) -> bool:
         """Return whether the model passes the bounds of documents on to any recurrence. Raises what it raises."""
-        with mock.patch.object(patches, "within_documents", side_effect=_Reached):
-            try:
-                self.logits([[0, 1, 2]], packed_documents=bounds_of([[0, 1, 2]]))
-            except _Reached:
-                return True
-        return False
+        with mock.patch.object(patches, "within_documents", wraps=patches.within_documents) as reached:
+            self.logits([[0, 1, 2]], packed_documents=bounds_of([[0, 1, 2]]))
+        return reached.called
 
     def logits(self, rows: list[list[int]], document: slice | None = None, **inputs: Any) -> torch.Tensor:
         """Return the first row's logits, float32 [tokens, vocabulary], called as the engine calls the model.
@@ -202,10 +195,6 @@ def varlen_obstacle(bare: Any) -> str | None:
     return None
 
 
-class _WrongInputs(Exception):
-    """Attention gets other inputs for a part of a row than for the whole."""
-
-
 def sharing_obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
     """Return why `ranks` cannot compute parts of a row of this skeleton's model, None if they can.
 
@@ -217,23 +206,23 @@ def sharing_obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
     def replay(part: slice, calls: Iterator[AttentionCall]) -> Callable[..., tuple[Any, None]]:
         def replayed(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> tuple[Any, None]:
             *inputs, out, _ = next(calls)
-            for found, expected in zip((query, key, value), inputs, strict=True):
-                if not alike(found, expected[:, :, part]):
-                    raise _WrongInputs("what attention gets depends on more than a token and its position")
+            same.extend(alike(x, of_row[:, :, part]) for x, of_row in zip((query, key, value), inputs, strict=True))
             return out[:, part], None
 
         return replayed
 
+    same: list[bool] = []  # whether attention gets the same for a part of a row as for the whole
     name = type(bare).__name__
     positions = [0, 1, 2, 3, *range(seq_len - 4, seq_len)]
     try:
         probe, whole, calls = run_in_varlen(bare, positions)
         for half in (slice(0, 4), slice(4, 8)):
             AttentionInterface.register(RECORDED, replay(half, iter(calls)))
-            if not alike(probe.logits([positions], half), whole[half]):
+            found = probe.logits([positions], half)
+            if not all(same):
+                return f"in {name} what attention gets depends on more than a token and its position"
+            if not alike(found, whole[half]):
                 return f"in {name} a token sees others outside of attention (a recurrence or a convolution)"
-    except _WrongInputs as error:
-        return f"in {name} {error}"
     except Exception as error:  # whatever the architecture's code raises
         return f"{name} fails when a part of a row is compared with the whole: {error_summary(error)}"
     heads = sorted({query.shape[1] for query, *_ in calls})

@@ -1,4 +1,4 @@
-"""Attention on the CPU, in _tiles: keys that no query of a tile sees are skipped.
+"""Attention on the CPU, in tiles: keys that no query of a tile sees are skipped.
 
 torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a sequence it also computes
 the scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to
@@ -18,10 +18,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 QUERIES = 64  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
-SHORT = 1024  # tokens in a row: up to here float32 is faster in _tiles, if nothing but what is later is masked
+SHORT = 1024  # tokens in a row: up to here float32 is faster in tiles, if nothing but what is later is masked
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # at import, because compilers cannot trace the call
 LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
-STEP = 64  # _tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
+STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
 
 
 def install() -> None:
@@ -35,7 +35,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention by transformers' interface: `query` [B, H, S, D], `key`, `value` [B, G, S, D] → [B, S, H, D].
 
-    Calls transformers' own function where _tiles cannot be used, or torch's kernel is faster.
+    Calls transformers' own function where tiles cannot be used, or torch's kernel is faster.
     """
     special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     special = special or query.device.type != "cpu"  # a simulation on the pretended accelerator follows one on the CPU
@@ -84,7 +84,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | No
 def attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `attention` for q, k and v, in their shapes and dtypes; sums over _tiles are float32."""
+    """Return the gradients of `attention` for q, k and v, in their shapes and dtypes; sums over tiles are float32."""
     of_q = q.new_empty(q.shape)
     k, v = k.contiguous(), v.contiguous()
     of_k, of_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
@@ -183,7 +183,7 @@ _tiles_by_mask: Any = WeakIdKeyDictionary()  # all layers of a model share a mas
 
 
 def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
-    """Return the _tiles for q [B, H, S, D]: of all rows together if their masks are equal, else of each row."""
+    """Return the tiles for q [B, H, S, D]: of all rows together if their masks are equal, else of each row."""
     if mask is None:
         rows, later = slice(0, len(q)), torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
         ends = [(at, min(at + QUERIES, q.shape[2])) for at in range(0, q.shape[2], QUERIES)]
@@ -197,7 +197,7 @@ def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
 
 
 def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
-    """Return the _tiles of rows with the same mask: `seen` is bool [queries, keys]."""
+    """Return the tiles of rows with the same mask: `seen` is bool [queries, keys]."""
     found = []
     for at in range(0, len(seen), QUERIES):
         part = seen[at : at + QUERIES]

@@ -89,21 +89,43 @@ def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | No
     return recomputed
 
 
-class Kept:
+class Kept(TorchDispatchMode):
     """What one forward of a layer keeps: its input, and the results of attention operators in their order.
 
-    The layer before is fetched early, but not before the memory of this layer's feed-forward part is free again, if
-    that is known: then its attention is next in backward.
+    Calls of attention enter it: in all other operators it would take time. The layer before is fetched early, but not
+    before the memory of this layer's feed-forward part is free again, if that is known: then its attention is next in
+    backward.
     """
 
     def __init__(self, offload: Offload | None, attention: bool) -> None:
+        super().__init__()
         self._offload, self._layer = offload, offload.next_layer() if offload else None
         self._attention = attention
         self._results: list[Any] = []
+        self.recomputing = False
 
     def contexts(self) -> tuple[Any, Any]:
         """Return a context for the forward of the layer, and one for its recomputation."""
-        return _active(_Keeping(self)), _active(_Returning(self))
+        return self._entered_by_attention(recomputing=False), self._entered_by_attention(recomputing=True)
+
+    @contextlib.contextmanager
+    def _entered_by_attention(self, recomputing: bool) -> Iterator[None]:
+        self.recomputing = recomputing
+        _computing.append(self)
+        try:
+            yield
+        finally:
+            _computing.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep the result of an attention operator, or return the one that was kept instead of running it."""
+        if func not in ATTENTION:
+            return func(*args, **(kwargs or {}))
+        if self.recomputing:
+            return self.take()
+        result = func(*args, **(kwargs or {}))
+        self.keep(result)
+        return result
 
     def send(self, kept: Any) -> Any:
         """Return what is kept instead: a tensor that waits in host memory, or the thing itself."""
@@ -143,39 +165,8 @@ class Kept:
         return tuple(fetched) if several else fetched[0]
 
 
-class _Keeping(TorchDispatchMode):
-    """Keeps the results of attention operators while it is entered."""
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in ATTENTION:
-            self.kept.keep(result)
-        return result
-
-
-class _Returning(_Keeping):
-    """Returns the kept results of attention operators while it is entered, instead of running them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.kept.take() if func in ATTENTION else func(*args, **(kwargs or {}))
-
-
-_modes: list[_Keeping] = []  # of the layer that computes now
-_keeping: list[Callable[..., Any]] = []  # attention functions that enter them
-
-
-@contextlib.contextmanager
-def _active(mode: _Keeping) -> Iterator[None]:
-    """Enter a mode in each call of attention in this context: it would take time in all other operators."""
-    _modes.append(mode)
-    try:
-        yield
-    finally:
-        _modes.remove(mode)
+_computing: list[Kept] = []  # of the layer that computes now
+_keeping: list[Callable[..., Any]] = []  # attention functions that enter it
 
 
 def keep_attention() -> None:
@@ -183,30 +174,30 @@ def keep_attention() -> None:
     registered: Any = AttentionInterface()
     for name in KERNELS:
         if registered[name] not in _keeping:
-            _keeping.append(_with_modes(registered[name]))
+            _keeping.append(_entering_kept(registered[name]))
             AttentionInterface.register(name, _keeping[-1])
 
 
-def _with_modes(attention: Callable[..., Any]) -> Callable[..., Any]:
+def _entering_kept(attention: Callable[..., Any]) -> Callable[..., Any]:
     # A compiler leaves these calls out of its graphs.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(attention)
-    def with_mode(*args: Any, **kwargs: Any) -> Any:
-        if not _modes:
+    def entering_kept(*args: Any, **kwargs: Any) -> Any:
+        if not _computing:
             return attention(*args, **kwargs)
         if kwargs.get("dropout"):
             raise RecipeError(
                 "fsdp.activation_checkpointing: keep_attention cannot repeat the random numbers of dropout in "
                 "attention: set that of model.config to 0, or leave keep_attention out"
             )
-        with _modes[-1] as mode:
+        with _computing[-1] as kept:
             result = attention(*args, **kwargs)
         # Backward uses the result of forward, not that of the recomputation.
-        if not isinstance(mode, _Returning) and result[0].requires_grad:
-            result[0].register_hook(mode.kept.fetch_before)
+        if not kept.recomputing and result[0].requires_grad:
+            result[0].register_hook(kept.fetch_before)
         return result
 
-    return with_mode
+    return entering_kept
 
 
 # ---------------------------------------------------------------------------------------------------------- host memory
@@ -290,7 +281,7 @@ class Offload:
         self._start_fetching(waiting.layer)
         if waiting.on_device is None:  # it is needed a second time
             self._start(waiting)
-        self._wait_for(waiting)
+        self._module.current_stream().wait_event(waiting.event)
         waiting.used = True
         return waiting.free()
 
@@ -314,7 +305,7 @@ class Offload:
         waiting = self._sending() if self._sending else None
         self._sending = None
         if waiting is not None:
-            self._wait_for(waiting)
+            self._module.current_stream().wait_event(waiting.event)
             waiting.free()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, waiting: _Offloaded) -> None:
@@ -323,9 +314,6 @@ class Offload:
         with self._module.stream(self._stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
             waiting.event = self._stream.record_event()
-
-    def _wait_for(self, waiting: _Offloaded) -> None:
-        self._module.current_stream().wait_event(waiting.event)
 
 
 def _host_memory(size: int, device: torch.device) -> torch.Tensor:

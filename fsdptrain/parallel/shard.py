@@ -31,12 +31,7 @@ from fsdptrain.model.patches import find_documents_without_waiting, torch_operat
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
-from fsdptrain.parallel.patches import (
-    gather_itself,
-    keep_float32,
-    name_collectives,
-    takes_two_dtypes,
-)
+from fsdptrain.parallel.patches import gather_itself, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.recompute import KERNELS, recompute
 from fsdptrain.parallel.world import World, first_row
 from fsdptrain.plan.plan import Plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import time
 import timeit
@@ -162,8 +163,6 @@ class World:
         """Return this rank's peak in bytes: of the device memory that torch allocated, or of resident memory on CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def allocator_counts(self) -> tuple[int, int]:

@@ -15,20 +15,17 @@ import peft
 import pytest
 import torch
 from pseudo_terminal import Terminal
-from support import TINY, write_recipe
+from support import TINY, planned, write_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.config.reader import load
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.prepare import prepare
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.inference.opened import Dialogue, OpenedModel, Sampling, opened_model
+from fsdptrain.inference.opened import Dialogue, OpenedModel, opened_model
 from fsdptrain.inference.scores import ReadAs, score_files
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import VisibleText
 from fsdptrain.report.run_banner import _snippet
 from fsdptrain.run_folder.rundir import RunDir
@@ -139,7 +136,7 @@ def mixed(model: OpenedModel, tmp_path: Path) -> OpenedModel:
     recipe = write_recipe(tmp_path, data__path=None, data__sources=sources, data__chat_template=THOUGHTS)
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = THOUGHTS
-    return dataclasses.replace(model, plan=make_plan(load(recipe), Topology("cpu", 1, 1)), tokenizer=tokenizer)
+    return dataclasses.replace(model, plan=planned(recipe), tokenizer=tokenizer)
 
 
 def test_a_prompt_is_one_of_the_conversations_of_a_mixture(mixed: OpenedModel) -> None:
@@ -154,14 +151,13 @@ def test_a_prompt_is_one_of_the_conversations_of_a_mixture(mixed: OpenedModel) -
     }
     prompts = dataclasses.replace(recipe.eval, prompts=["hi"], max_new_tokens=4)
     assert evaluated_prompts(dataclasses.replace(recipe, eval=prompts), tokenizer) == [rendered[True]]
-    sampling = Sampling(2, 0, 0)
     for source, ids in ((None, rendered[True]), ("curt", rendered[False]), ("maths", tokenizer("hi\n=> ").input_ids)):
-        dialogue = Dialogue(mixed, sampling, source)
+        dialogue = Dialogue(mixed, 2, 0, 0, source)
         assert f", as in the rows of {source or 'talk'}; " in dialogue.usage
         written = mixed.model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False)
         assert dialogue.answer("hi") == tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
     with pytest.raises(RecipeError, match="'talks' is no source of the run: use one of verse, maths, talk, curt"):
-        Dialogue(mixed, sampling, "talks")
+        Dialogue(mixed, 2, 0, 0, "talks")
     assert "apply_chat_template" in "".join(_snippet(mixed.plan, Path("export")))
     assert "thinking=True" in "".join(_snippet(mixed.plan, Path("export")))
 
@@ -184,8 +180,8 @@ def test_files_are_read_as_the_source_of_a_mixture_that_is_named(mixed: OpenedMo
 
 def test_a_held_out_file_of_a_mixture_is_read_as_the_source_that_is_named(mixed: OpenedModel, tmp_path: Path) -> None:
     def held_out(words: str) -> str:
-        written = load(tmp_path / "recipe.yaml", [f"data.eval={{{words}}}"])
-        _, _, corpus = prepare(make_plan(written, Topology("cpu", 1, 1)), mixed.tokenizer, lambda *_: None)
+        plan = planned(tmp_path / "recipe.yaml", f"data.eval={{{words}}}")
+        _, _, corpus = prepare(plan, mixed.tokenizer, lambda *_: None)
         return corpus.show(mixed.tokenizer)
 
     assert held_out("path: maths.jsonl, source: maths") == "1 + 1?\n=> ⟦2<|endoftext|>⟧"
@@ -204,7 +200,7 @@ def test_of_preferences_the_answer_that_is_named_is_read(model: OpenedModel, tmp
         tmp_path / "chosen.jsonl", [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
     )
     recipe = write_recipe(tmp_path, data__path=path, data__format="preference", train__objective="dpo")
-    of_run = dataclasses.replace(model, plan=make_plan(load(recipe), Topology("cpu", 1, 1)))
+    of_run = dataclasses.replace(model, plan=planned(recipe))
     way_out = "--format prompt_completion --column completion=chosen"
     for opened, reason in (
         (model, rf"two answers in a row: say which is read, such as {way_out}$"),
@@ -232,7 +228,7 @@ def test_pairs_are_compared_with_the_model_at_the_start_as_a_plain_loop_does(
         data={"path": path, "format": "preference", "seq_len": 2048},
         train={"objective": "dpo", "dpo": {"beta": 0.3, "label_smoothing": 0.1, "sft_weight": 0.2}},
     )  # fmt: skip
-    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
+    plan = planned(recipe)
     trained = with_random_adapter(folder, 2)
     opened = dataclasses.replace(
         model, plan=plan, model=trained.merge_and_unload() if kind == "full" else trained,
@@ -267,7 +263,7 @@ def with_random_adapter(folder: Path, seed: int) -> Any:
 
 
 def test_answers_are_those_of_generate(model: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    dialogue = Dialogue(model, Sampling(max_tokens=6, temperature=0, seed=0))
+    dialogue = Dialogue(model, max_tokens=6, temperature=0, seed=0)
     messages: list[dict[str, str]] = []
     for text in TEXTS[1:]:
         messages.append({"role": "user", "content": text})
@@ -283,14 +279,14 @@ def test_answers_are_those_of_generate(model: OpenedModel, monkeypatch: pytest.M
 
 def test_an_answer_ends_when_it_is_stopped_and_a_seed_repeats_it(model: OpenedModel) -> None:
     calls = iter([False, False, True])
-    stopped = Dialogue(model, Sampling(50, 0, 0)).answer("x", lambda: next(calls))
-    assert stopped == Dialogue(model, Sampling(3, 0, 0)).answer("x")
-    first, again, other = (Dialogue(model, Sampling(8, 1.0, seed)).answer("x") for seed in (3, 3, 4))
+    stopped = Dialogue(model, 50, 0, 0).answer("x", lambda: next(calls))
+    assert stopped == Dialogue(model, 3, 0, 0).answer("x")
+    first, again, other = (Dialogue(model, 8, 1.0, seed).answer("x") for seed in (3, 3, 4))
     assert first == again != other
 
 
 def test_a_conversation_that_is_too_long_is_refused_and_forgotten(model: OpenedModel) -> None:
-    dialogue = Dialogue(model, Sampling(5, 0, 0))
+    dialogue = Dialogue(model, 5, 0, 0)
     with pytest.raises(RecipeError, match="the model has 20,000 positions"):
         dialogue.answer("x" * 2 * POSITIONS)
     assert dialogue.messages == []

@@ -173,7 +173,7 @@ def test_compiled_it_is_one_graph_for_each_length_of_chunks(
     labels[::3] = -100
     inputs: list[torch.Tensor | None] = [states.requires_grad_(), weight.requires_grad_(), None]
     counters.clear()
-    compiled, found = loss.compiled_gradients(), []
+    compiled, found = loss.compiled_gradients(capped), []
     for divisor in (64, 41, 2**24 + 1, 3):
         made, expected = (
             gradients(lambda *x, g=g, n=divisor: loss.cross_entropy(*x, labels, n, capped, g), inputs, 1.0)
@@ -195,7 +195,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
     logits, labels = torch.randn(16, 3000).bfloat16(), torch.arange(16)
     _, [code] = run_and_get_code(
-        lambda: loss.compiled_gradients()(logits, labels, torch.full([16], 7.0), lambda x: x * 1)
+        lambda: loss.compiled_gradients(lambda x: x * 1)(logits, labels, torch.full([16], 7.0))
     )
     assert "(16, 1)" in code
     assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from fsdptrain.config.schema import Fsdp, Recomputation
+from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.model.tiles import attention
+from fsdptrain.model.varlen import attend_within_documents
 from fsdptrain.parallel import recompute as module
 from fsdptrain.parallel.recompute import Kept, Offload, recompute
 
@@ -97,16 +100,26 @@ def test_compiled_layers_compute_the_same(backend: str, recipe: Path, tmp_path: 
             assert max(largest_difference(found["curve"], forms["full"]["curve"])) < 1e-6, (option, form)
 
 
+def in_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, v, None, 0.5)
+
+
+def in_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    bounds, longest = document_bounds([[5], [2, 3]])
+    return attend_within_documents(nn.Module(), q, k, v, None, documents=bounds, longest_document=longest)[0]
+
+
 class Block(nn.Module):
     """A layer with an attention operator between two products."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Callable[..., torch.Tensor] = in_tiles) -> None:
         super().__init__()
         self.first, self.last = (nn.Linear(8, 8) for _ in range(2))
+        self.kernel = kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.first(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        out, _ = module._with_modes(lambda *qkv, **_: (attention(*qkv, None, 0.5), None))(heads, heads, heads)
+        out, _ = module._entering_kept(lambda *qkv, **_: (self.kernel(*qkv), None))(heads, heads, heads)
         result: torch.Tensor = x + self.last(out.flatten(2))
         return result
 
@@ -122,14 +135,19 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", [*FORMS, "selective"])
-def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equal(form: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "operator"), [(in_tiles, torch.ops.fsdptrain.attention.default), (in_varlen, VARLEN_FORWARD)]
+)
+def test_backward_repeats_attention_unless_it_is_kept_and_the_gradients_are_equal(
+    form: str, kernel: Callable[..., torch.Tensor], operator: Any
+) -> None:
     torch.manual_seed(0)
-    layers = [Block() for _ in range(3)]
+    layers = [Block(kernel) for _ in range(3)]
     x, grads = torch.randn(2, 5, 8), []
     for how in (Recomputation("none"), Fsdp(activation_checkpointing=FORMS.get(form, form)).recomputation):
         recompute([*layers], how, CPU)
         out = x
-        with Calls(torch.ops.fsdptrain.attention.default) as calls:
+        with Calls(operator) as calls:
             for layer in layers:
                 out = layer(out)
             out.square().sum().backward()
@@ -193,7 +211,7 @@ def test_a_change_in_place_of_what_is_kept_is_found() -> None:
 def test_dropout_in_attention_is_refused() -> None:
     kept = Kept(None, True)
     with kept.contexts()[0], pytest.raises(RecipeError, match="cannot repeat the random numbers of dropout"):
-        module._with_modes(lambda *_, **__: None)(dropout=0.1)
+        module._entering_kept(lambda *_, **__: None)(dropout=0.1)
 
 
 def test_a_layer_that_names_its_input_is_refused() -> None:
