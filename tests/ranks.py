@@ -35,7 +35,7 @@ from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model import nf4
 from fsdptrain.model.units import base_name, weights_of
 from fsdptrain.parallel.world import HostCopy, World
-from fsdptrain.plan.plan import make_plan, varied
+from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train import pace, trainer
@@ -102,32 +102,66 @@ def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compile
 def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
     """Train adapters; return of each variant the curve, dtypes, and what became of the base.
 
-    `unchanged`: whether it is what it was before, bit for bit; `as in the file`: whether it is as in the file. `made`
-    is the folder for what `observed_curve` writes, in a file of each variant.
+    `unchanged`: whether it is what it was before, bit for bit; `as in the file`: whether it is as in the file, which
+    bitsandbytes quantises for as many weights as `quantised` says. `gathered`: the bytes of the gathers of a step. A
+    quantised model with `export.adapter: both` is exported. `made` is the folder for what `observed_curve` writes, in a
+    file of each variant.
     """
-    found = {}
+    found, gather = {}, DefaultAllGather.__call__
     for number, (name, overrides) in enumerate(variants.items()):
-        run = build(recipe, overrides)
+        run, gathered = build(recipe, overrides), list[int]()
         params = dict(run.engine.model.named_parameters())
         base = {n: p for n, p in params.items() if not p.requires_grad}
         before = {n: local(p.detach()).clone() for n, p in base.items()}
-        reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
-        whole = {base_name(n).removeprefix("transformer."): gathered_whole(p.detach()) for n, p in base.items()}
-        with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
-            keys = {key.removeprefix("transformer."): key for key in file.keys() if "experts" not in key}  # noqa: SIM118
-            found[name] = {
-                "curve": reached,
-                "unchanged": all(torch.equal(before[n], local(p.detach())) for n, p in base.items()),
-                "as in the file": all(
-                    torch.equal(whole[n], file.get_tensor(key).to(whole[n].dtype))
-                    for n, key in keys.items()
-                    if n in whole
-                ),
-                "base": sorted({str(p.dtype) for p in base.values()}),
-                "copied": copied(run.engine.model),
-                "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
-            }
+        same, count = compared_with_file(run, base)
+
+        def counted(
+            comm: Any, output_tensor: torch.Tensor, *args: Any, gathered: list[int] = gathered, **options: Any
+        ) -> Any:
+            gathered.append(output_tensor.nbytes)
+            return gather(comm, output_tensor, *args, **options)
+
+        with patch.object(DefaultAllGather, "__call__", counted):
+            reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
+        after = {n: p for n, p in run.engine.model.named_parameters() if not p.requires_grad}
+        found[name] = {
+            "curve": reached,
+            "unchanged": all(torch.equal(before[n], local(p.detach())) for n, p in after.items()),
+            "as in the file": same,
+            "quantised": count,
+            "base": sorted({str(p.dtype) for p in base.values() if p.is_floating_point()}),
+            "gathered": sum(gathered) / (steps + 1),  # the gradients of one more step are observed
+            "copied": copied(run.engine.model),
+            "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
+        }
+        if run.plan.recipe.adapter.kind == "qlora" and run.plan.recipe.export.adapter == "both":
+            assert run.export() is None
     return found
+
+
+def compared_with_file(run: Trainer, base: dict[str, torch.nn.Parameter]) -> tuple[bool, int]:
+    """Return whether frozen parameters are those of the file but for experts, and how many of them are in 4 bits."""
+    from bitsandbytes import functional
+
+    same, compute = True, getattr(torch, run.plan.recipe.fsdp.mixed_precision.param_dtype)
+    layers = {f"{n}.weight": m for n, m in run.engine.model.named_modules() if isinstance(m, nf4.NF4Linear)}
+    with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
+        keys = {key.removeprefix("transformer."): key for key in file.keys() if "experts" not in key}  # noqa: SIM118
+        for name, param in base.items():
+            key = keys.get(base_name(name).removeprefix("transformer."))
+            if key is None:
+                continue
+            whole, own = file.get_tensor(key), gathered_whole(param.detach())
+            if layer := layers.get(name):
+                whole = whole.to(compute)
+                whole = whole.T.contiguous() if layer.transposed else whole
+                whole = functional.dequantize_4bit(
+                    *functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
+                )
+                _, absmax, *buffers = layer.quantised
+                own = nf4.dequantise((own, gathered_whole(absmax), *buffers), compute)
+            same = same and torch.equal(own, whole.to(own.dtype))
+    return same, len(layers)
 
 
 def copied(model: Any) -> list[str]:
@@ -165,58 +199,6 @@ def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
     params = run.engine.model.named_parameters()
     found = {name: param.grad.full_tensor() for name, param in params if param.requires_grad}
     run.engine.drop_gradients()
-    return found
-
-
-def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
-    """Train adapters beside quantised weights; return of each variant the curve and what became of the weights.
-
-    `as bitsandbytes`: whether every quantised weight, gathered, is what bitsandbytes makes of the whole tensor of the
-    file, bit for bit. `unchanged`: whether all frozen bytes are the same after training. `gathered`: the bytes of the
-    gathers of a step. With `export.adapter: both` the model is exported. `made` is the folder for what
-    `observed_curve` writes, in a file of each variant.
-    """
-    from bitsandbytes import functional
-
-    found, gather = {}, DefaultAllGather.__call__
-    for number, (name, overrides) in enumerate(variants.items()):
-        run = build(recipe, overrides)
-        model, same, count = run.engine.model, True, 0
-        compute = getattr(torch, run.plan.recipe.fsdp.mixed_precision.param_dtype)
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        before = [local(param.detach()).clone() for param in frozen]
-        with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
-            in_file = {key.removeprefix("transformer."): key for key in file.keys()}  # noqa: SIM118
-            for layer_name, layer in model.named_modules():
-                if isinstance(layer, nf4.NF4Linear):
-                    key = in_file[base_name(f"{layer_name}.weight").removeprefix("transformer.")]
-                    whole = file.get_tensor(key).to(compute)
-                    whole = whole.T.contiguous() if layer.transposed else whole
-                    packed, state = functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
-                    weight, absmax, *buffers = layer.quantised
-                    own = nf4.dequantise((gathered_whole(weight), gathered_whole(absmax), *buffers), compute)
-                    same, count = same and torch.equal(own, functional.dequantize_4bit(packed, state)), count + 1
-        gathered: list[int] = []
-
-        def counted(
-            comm: Any, output_tensor: torch.Tensor, *args: Any, gathered: list[int] = gathered, **options: Any
-        ) -> Any:
-            gathered.append(output_tensor.nbytes)
-            return gather(comm, output_tensor, *args, **options)
-
-        with patch.object(DefaultAllGather, "__call__", counted):
-            reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
-        after = [local(param.detach()) for param in model.parameters() if not param.requires_grad]
-        found[name] = {
-            "curve": reached,
-            "quantised": count,
-            "as bitsandbytes": same,
-            "unchanged": all(map(torch.equal, before, after)),
-            "gathered": sum(gathered) / (steps + 1),  # the gradients of one more step are observed
-            "copied": copied(model),
-        }
-        if run.plan.recipe.export.adapter == "both":
-            assert run.export() is None
     return found
 
 
@@ -276,40 +258,14 @@ def resumes(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    wrong = {}
+    """Train each variant and export it; return their curves."""
+    found = {}
     for name, overrides in variants.items():
-        try:
-            run = build(recipe, overrides)
-            curve(run, steps)
-            export_live(run.engine.model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
-        except Exception:
-            wrong[name] = traceback.format_exc()
-    return wrong
-
-
-def adapter_exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, str]:
-    """Train adapters of each variant and export them, for each `export.merge_base` into a folder of that name.
-
-    The run folder also gets `sample.pt`: rows, and the logits that the trainer computes for them. Returns the traceback
-    of each variant that fails.
-    """
-    failed: dict[str, str] = {}
-    for name, overrides in variants.items():
-        try:
-            run = build(recipe, overrides)
-            curve(run, steps)
-            sample, rundir, bare = run.sample(), run.session.rundir, run.inputs.prepared.bare
-            for base in ("original", "dequantized") if run.plan.recipe.adapter.kind == "qlora" else ("original",):
-                plan = varied(run.plan, {"export.merge_base": base})
-                export_live(run.engine.model, bare, plan, run.checkpointer, run.reporter, steps)
-                if run.world.rank == 0:
-                    rundir.export.rename(rundir.root / base)
-            if run.world.rank == 0:
-                torch.save([sample.rows, sample.logits], rundir.root / "sample.pt")
-        except Exception:
-            traceback.print_exc()
-            failed[name] = traceback.format_exc()
-    return failed
+        print(name, flush=True)  # before a traceback
+        run = build(recipe, overrides)
+        found[name] = curve(run, steps)
+        export_live(run.engine.model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
+    return found
 
 
 def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -159,6 +159,12 @@ def plain_dpo(
     return curve
 
 
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
+    assert found.keys() == expected.keys(), what
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), (what, name)
+
+
 def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
     left, right = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((left - right).abs() / right.abs()).amax(dim=0)

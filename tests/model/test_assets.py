@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import TINY, as_nobody, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -56,7 +55,7 @@ def model_in(folder: Path, kind: str = "llama", generation: dict[str, Any] | Non
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "phi3"])  # their default pad tokens are none, 0 and 32000
 def test_from_scratch_the_tokenizers_special_tokens_are_used(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     config: dict[str, Any] = {"model_type": kind, **TINY, "vocab_size": 303}
@@ -65,20 +64,13 @@ def test_from_scratch_the_tokenizers_special_tokens_are_used(kind: str, tmp_path
         config["vision_config"] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     wanted = [getattr(tokenizer, name) for name in IDS]
     assert wanted == [None, 0, 0]
-    found = written(tmp_path, tokenizer, model={"config": config, "tokenizer": str(tmp_path / "tokenizer")})
+    model = {"config": config, "tokenizer": str(tmp_path / "tokenizer")}
+    trained = prepared(tmp_path, tokenizer, model=model)[1].get_text_config()
+    assert trained.pad_token_id is None, "the embedding of the padding token would get no gradient"
+    found = written(tmp_path, tokenizer, model=model)
     assert [getattr(found[0].get_text_config(), name) for name in IDS] == wanted
     assert [getattr(found[0], name, None) for name in IDS] in (wanted, [None] * 3)
     assert [getattr(found[1], name) for name in IDS] == wanted
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])  # their default pad tokens are none, 0 and 32000
-def test_every_token_of_a_model_from_scratch_is_trained(kind: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_in(tmp_path / "tokenizer")
-    recipe = load(write_recipe(tmp_path, model__config={"model_type": kind, **TINY}))
-    config = load_config(make_plan(recipe, find_topology(recipe.recipe, {})), vocabulary_size(tokenizer))
-    model = AutoModelForCausalLM.from_config(config)
-    model(input_ids=torch.arange(256)[None]).logits.square().sum().backward()
-    assert (model.get_input_embeddings().weight.grad[:256].abs().sum(dim=1) > 0).all()
 
 
 def test_a_model_with_its_own_tokenizer_keeps_its_other_end_tokens(tmp_path: Path) -> None:
@@ -95,15 +87,6 @@ def test_a_model_with_its_own_tokenizer_keeps_its_other_end_tokens(tmp_path: Pat
     assert sorted(generation.eos_token_id) == [0, 300, 301] and generation.top_p == 0.9
 
 
-def test_a_generation_config_that_cannot_be_saved_keeps_its_end_tokens(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    tokenizer = tokenizer_in(folder)
-    model_in(folder, eos_token_id=0)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [300, 0], "top_p": 0.9, "do_sample": false}')
-    _, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
-    assert generation.eos_token_id == [0, 300] and generation.top_p != 0.9
-
-
 def test_another_tokenizer_replaces_the_special_tokens(tmp_path: Path) -> None:
     model_in(
         tmp_path / "model", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=9,
@@ -117,15 +100,19 @@ def test_another_tokenizer_replaces_the_special_tokens(tmp_path: Path) -> None:
     assert generation.suppress_tokens is None and generation.min_p == 0.5
 
 
-@pytest.mark.parametrize("content", ["{", "\xff"])
-def test_a_generation_config_that_is_no_json_is_said(
-    tmp_path: Path, content: str, capfd: pytest.CaptureFixture[str]
+UNSAVED = b'{"eos_token_id": [300, 0], "top_p": 0.9, "do_sample": false}'
+
+
+@pytest.mark.parametrize(("content", "ends"), [(b"{", 0), (b"\xff", 0), (UNSAVED, [0, 300])])
+def test_a_generation_config_that_is_invalid_is_said_and_keeps_its_end_tokens(
+    content: bytes, ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
     tokenizer = tokenizer_in(folder)
-    model_in(folder)
-    (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
-    written(tmp_path, tokenizer, model={"id": str(folder)})
+    model_in(folder, eos_token_id=0)
+    (folder / "generation_config.json").write_bytes(content)
+    _, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
+    assert generation.eos_token_id == ends and generation.top_p != 0.9
     assert f"generation_config.json of {folder} is invalid, so a plain one is written" in capfd.readouterr().out
 
 

@@ -127,6 +127,9 @@ REFUSED: dict[str, dict[str, Any]] = {  # what is said → keys
     "model.config.rope_theta: remove it, and set all in rope_parameters": {
         "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"},
     },
+    "model.config.rope_theta: remove it, and set all in rope_parameters: {'sliding": {
+        "model_type": "gemma3_text", "rope_theta": 7.0,
+    },
     "num_hidden_layers: 0 is not a whole number from 1": {"num_hidden_layers": 0},
 }  # fmt: skip
 
@@ -144,12 +147,6 @@ def test_the_suggested_ways_out_are_accepted(tmp_path: Path) -> None:
     assert config_of(tmp_path, model | {"config": {"model_type": "qwen2", **TINY, **sliding}}).sliding_window == 32
     mixture = {"model_type": "mixtral", **TINY, "output_router_logits": False}
     assert not config_of(tmp_path, model | {"config": mixture}).output_router_logits
-
-
-def test_a_set_of_rotary_parameters_for_each_type_of_layer_is_named(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "gemma3_text", head_dim=16)
-    with pytest.raises(RecipeError, match=r"model.config.rope_theta: remove it, and set all in rope_parameters: "):
-        config_of(tmp_path, {"id": folder, "config": {"rope_theta": 7.0}, "tokenizer": {"train": 512}})
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from fsdptrain.train.setup import check_cards
 KINDS = ("rowwise", "tensorwise")
 BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
 PRODUCTS = ("mm", *(f"float8_{kind}" for kind in KINDS))
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def recipe_of(tmp: Path, *words: str) -> Any:
@@ -77,28 +76,6 @@ def test_routers_and_experts_stay_in_bf16(kind: str, tmp_path: Path) -> None:
     assert layers and not [name for name in layers if "router" in name or ".gate." in name or ".experts." in name]
 
 
-def rounded(tensor: torch.Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """A matrix rounded to float8 and back, in float32: with a scale for each slice along `dim`, None: with one."""
-    largest = torch.finfo(dtype).max
-    extent = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
-    scale = (largest / extent.double().clamp(min=1e-12)).float()
-    if dim is not None:  # to a power of two, so that only the mantissa is rounded
-        scale = 2 ** scale.log2().floor()
-    return (tensor.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
-
-
-def products(kind: str, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
-    """Output and both gradients of a linear layer: [tokens, in], [out, in], [tokens, out]."""
-    if kind == "tensorwise":
-        x, weight, grad = rounded(x, None), rounded(weight, None), rounded(grad, None, E5M2)
-        return [x @ weight.T, grad @ weight, grad.T @ x]
-    return [
-        rounded(x, 1) @ rounded(weight, 1).T,
-        rounded(grad, 1) @ rounded(weight, 0),
-        rounded(grad, 0).T @ rounded(x, 0),
-    ]
-
-
 def test_a_run_without_float8_does_not_import_torchao() -> None:
     """Which takes seconds: transformers and peft would, because it is installed."""
     code = "import sys, fsdptrain.train.worker, transformers.quantizers.auto, peft; print(sys.modules['torchao'])"
@@ -125,35 +102,6 @@ def test_a_run_refuses_cards_without_units_for_its_dtypes(
     world = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda found: [None, found], hosts=["a", "b"])
     with pytest.raises(RecipeError, match=f"rank 1.*: {fault}") if fault else contextlib.nullcontext():
         check_cards(plan, world)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_multiplies_what_is_rounded_to_float8(kind: str, tmp_path: Path) -> None:
-    """Forward and both gradients against plain torch. Rows and columns differ in size by a factor of 1000."""
-    recipe = recipe_of(tmp_path, f"train.float8={kind}")
-    model = skeleton_of(recipe)
-    float8.convert_to_float8(model, recipe, emulate=True)
-    torch.manual_seed(0)
-    layer = model.get_submodule("model.layers.0.self_attn.q_proj").to_empty(device="cpu").bfloat16()
-    spread = torch.logspace(-1.5, 1.5, 64)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(64, 64) * spread[:, None] * 0.1)
-        layer.bias.copy_(torch.randn(64))
-    x = (torch.randn(3, 16, 64) * spread).bfloat16().requires_grad_()
-    grad = torch.randn(3, 16, 64).mul(spread.flip(0)).bfloat16()
-    layer(x).backward(grad)
-    matrices = (x.detach().flatten(0, 1), layer.weight.detach(), grad.flatten(0, 1))
-    output, of_x, of_weight = products(kind, *matrices)
-    found = [layer(x).detach().flatten(0, 1), x.grad.flatten(0, 1), layer.weight.grad]
-    expected = [output.bfloat16() + layer.bias.detach(), of_x.bfloat16(), of_weight.bfloat16()]
-    exact = [torch.nn.functional.linear(matrices[0], matrices[1], layer.bias.detach()), matrices[2] @ matrices[1]]
-    exact.append(matrices[2].T @ matrices[0])
-    for ours, theirs, plain in zip(found, expected, exact, strict=True):
-        assert torch.equal(ours, theirs)
-        error = ((ours - plain).float().norm() / plain.float().norm()).item()
-        assert 0.01 < error < 0.1, error
-    of_bias = matrices[2].float().sum(0)
-    assert (layer.bias.grad.float() - of_bias).norm() < 1e-2 * of_bias.norm()
 
 
 def test_nothing_is_rounded_where_an_export_is_compared(tmp_path: Path) -> None:
@@ -211,6 +159,7 @@ def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
     for name, variant in found.items():
         assert variant["resumed"] == variant["curve"][1:], f"{name}: a resume changes it"
         assert name == "bf16" or 1e-5 < farthest(variant["curve"], curves["bf16"]) < 1e-3, name
+    assert farthest(curves["rowwise"], curves["tensorwise"]) > 1e-6
     assert farthest(alone["curve"], curves["rowwise"]) < 1e-3
     # transformers opens the exports, which have names and dtypes of the one in bf16, and no float8.
     states = {}

@@ -1,4 +1,4 @@
-"""QLoRA: weights quantised as bitsandbytes quantises them, by every rank for its own rows, and trained beside."""
+"""QLoRA: weights quantised as bitsandbytes does, by every rank for its own rows; adapters beside them, as peft has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from architectures import small_config
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear
 from ranks import build, local
 from reference import OPTIMIZERS, in_nf4, largest_difference
-from support import ROOT, TINY, events, on_ranks, write_recipe
+from support import ROOT, TINY, events, on_ranks, planned, write_recipe
 from test_peft import BATCH, BF16, FULL, QLORA, SIZES, STEPS, Case, Parity
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -33,13 +35,13 @@ from fsdptrain.forecast.trace import traffic
 from fsdptrain.model import nf4
 from fsdptrain.model.adapters import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.config import load_config
+from fsdptrain.model.lora import AdaptedLinear
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import weights_of
 from fsdptrain.parallel.patches import takes_two_dtypes
 from fsdptrain.parallel.shard import check_dtypes
-from fsdptrain.plan.plan import Counts, make_plan, varied
-from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.plan import Counts, varied
 from fsdptrain.train import trainer
 
 bitsandbytes = import_quietly("bitsandbytes")
@@ -95,6 +97,94 @@ def test_a_layer_computes_as_bitsandbytes_own(dtype: torch.dtype, device: str, m
     assert layer.weight.grad is None
 
 
+# --- a layer with an adapter in one function, against peft's own ----------------------------------------------------
+
+IN, OUT, RANK = 128, 192, 3
+LAYERS = ("linear", "bias", "conv1d", "nf4")
+
+
+def base_layer(kind: str, dtype: torch.dtype) -> Any:
+    layer: Any = Conv1D(OUT, IN) if kind == "conv1d" else nn.Linear(IN, OUT, bias=kind == "bias")
+    layer.to(dtype)
+    return quantised(layer.weight.detach()) if kind == "nf4" else layer.requires_grad_(False)
+
+
+def adapted(kind: str, dtype: torch.dtype, dropout: float) -> Any:
+    config = LoraConfig(lora_dropout=dropout, fan_in_fan_out=kind == "conv1d")
+    layer: Any = Linear(base_layer(kind, dtype), "default", config, r=RANK, lora_alpha=7)
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    for part in (layer.lora_A, layer.lora_B):
+        part.to(dtype)
+    return layer.train()
+
+
+def lora_results(layer: Any, x: torch.Tensor, grad: torch.Tensor, needs_x: bool) -> list[torch.Tensor | None]:
+    x = x.clone().requires_grad_(needs_x)
+    layer.zero_grad()
+    torch.manual_seed(5)  # of dropout
+    out = layer(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad]
+
+
+def assert_equal_to_peft(layer: Any, x: torch.Tensor, limit: float, needs_x: bool = True) -> None:
+    """Compare peft's results with those of one function; `limit` is relative to the largest value of each."""
+    grad = torch.randn(*x.shape[:-1], OUT).to(x.dtype)
+    expected = lora_results(layer, x, grad, needs_x)
+    layer.__class__ = AdaptedLinear
+    for layer.in_place in (True, False):
+        for ours, theirs in zip(lora_results(layer, x, grad, needs_x), expected, strict=True):
+            if ours is None or theirs is None:
+                assert ours is theirs and not needs_x
+            else:
+                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+                assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_results_and_gradients_are_those_of_peft(kind: str, dropout: float) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_peft(adapted(kind, torch.float32, dropout), torch.randn(2, 5, IN), 2e-6)
+    assert_equal_to_peft(adapted(kind, torch.float32, dropout), torch.randn(7, IN), 2e-6, needs_x=False)
+    assert_equal_to_peft(adapted(kind, torch.float32, dropout).eval(), torch.randn(7, IN), 2e-6)
+    assert_equal_to_peft(adapted(kind, torch.bfloat16, dropout), torch.randn(2, 5, IN).bfloat16(), 2e-2)
+
+
+def test_peft_computes_what_the_function_cannot() -> None:
+    torch.manual_seed(0)
+    layer, x = adapted("linear", torch.float32, 0.0), torch.randn(7, IN)
+    layer.__class__ = AdaptedLinear
+    out = layer(x)
+    layer(x).clamp_(-1, 1).sum().backward()  # as olmo does
+    layer.enable_adapters(False)
+    torch.testing.assert_close(layer(x), layer.base_layer(x), rtol=0, atol=0)
+    layer.enable_adapters(True)
+    layer.merge()
+    torch.testing.assert_close(layer(x), out)
+    layer.unmerge()
+    layer.base_layer.bfloat16()
+    assert layer(x.bfloat16()).dtype == torch.bfloat16  # the adapter is still float32
+
+
+def test_what_a_layer_returns_for_a_batch_can_be_changed_in_place() -> None:
+    """Olmo clips queries, keys and values so, with `clip_qkv`."""
+    torch.manual_seed(0)
+    layer, x = adapted("linear", torch.float32, 0.0), torch.randn(2, 7, IN)
+    found = []
+    for kind in (Linear, AdaptedLinear):
+        layer.__class__ = kind
+        layer.zero_grad()
+        clipped = layer(x).clamp_(-0.5, 0.5)
+        clipped.sum().backward()
+        found.append([clipped.detach(), *(param.grad.clone() for param in layer.parameters() if param.requires_grad)])
+    assert found[0][0].abs().max() == 0.5
+    torch.testing.assert_close(found[1], found[0])
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp = tmp_path_factory.mktemp("nf4")
@@ -125,13 +215,12 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
     whole = {"QLoRA × copies": ["fsdp.strategy=NO_SHARD"]}
     variants = {"QLoRA": copies, "QLoRA bf16, recomputed": [], **whole}
     parity = Parity(recipe, CASES, steps=2)
-    found = parity.train("quantised", 2, variants, tmp_path)
+    found = parity.train(2, variants, tmp_path)
     for name, variant in found.items():
-        assert variant["quantised"] == LINEAR and variant["as bitsandbytes"], name
+        assert variant["quantised"] == LINEAR and variant["as in the file"], name
     assert not found["QLoRA × copies"]["copied"] and found["QLoRA"]["copied"]
     # What is gathered is the quantised bytes, as the forecast says.
-    written = load(recipe, CASES["QLoRA bf16, recomputed"].words)
-    plan = make_plan(written, Topology("cpu", 1, 2))
+    plan = planned(recipe, *CASES["QLoRA bf16, recomputed"].words, ranks=2)
     trace = simulate.simulate(plan, AutoConfig.from_pretrained(str(plan.recipe.model.id)), pretend=False)
     gathers = [each for each in traffic(trace.repeated(plan.accumulation), 2) if each.kind == "all-gather"]
     numbers = sum(each.size for each in gathers) - found["QLoRA bf16, recomputed"]["gathered"]
@@ -170,7 +259,7 @@ def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pyt
 
 def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or said: layers whose inputs are not in blocks of 64."""
-    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
+    plan = planned(recipe)
     sizes = TINY | {"num_hidden_layers": 1}  # 96 inputs of the last layer
 
     def bare(**changes: Any) -> Any:
@@ -203,7 +292,7 @@ def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monke
 def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe: Path, tmp_path: Path) -> None:
     """Hunyuan keeps its routers in float32 when it computes in bfloat16."""
     words = ["fsdp.mixed_precision.param_dtype=bfloat16", "adapter.target=[q_proj,wg]"]
-    plan = make_plan(load(recipe, words), Topology("cpu", 1, 1))
+    plan = planned(recipe, *words)
     config, model = small_config("hunyuan_v1_moe"), plan.recipe.model
     trained = set(layers_in_nf4(skeleton(config, model, "bfloat16"), plan.recipe))
     master = skeleton(config, model)
@@ -295,34 +384,30 @@ def test_adapters_resume_with_every_optimizer(
 # --- on every rank -------------------------------------------------------------------------------------------------
 
 
-class Memory(contextlib.AbstractContextManager["Memory"]):
-    """Finds by how many bytes this process's memory grows at most within a `with` block: `most`.
+@contextlib.contextmanager
+def growth() -> Iterator[list[int]]:
+    """Give a list with the bytes by which this process's memory has grown at most within a `with` block, at its end.
 
     Counts anonymous memory, every 2 ms. Pages of files do not count: the kernel drops them when it needs memory.
     """
 
-    def __enter__(self) -> Memory:
-        libc = ctypes.CDLL(None)
-        assert libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger pieces are given back when they are freed
-        libc.malloc_trim(0)
-        self._start, self.most = self._now(), 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._poll)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _poll(self) -> None:
-        while not self._ended.wait(0.002):
-            self.most = max(self.most, self._now() - self._start)
-
-    @staticmethod
-    def _now() -> int:
+    def now() -> int:
         _, resident, of_files, *_ = Path("/proc/self/statm").read_text().split()
         return (int(resident) - int(of_files)) * resource.getpagesize()
+
+    def poll() -> None:
+        while not ended.wait(0.002):
+            most[0] = max(most[0], now() - start)
+
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger pieces are given back when they are freed
+    libc.malloc_trim(0)
+    start, most, ended = now(), [0], threading.Event()
+    thread = threading.Thread(target=poll)
+    thread.start()
+    yield most
+    ended.set()
+    thread.join()
 
 
 def memory(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, int]]:
@@ -332,18 +417,18 @@ def memory(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, i
     """
     load_state, found = trainer.load_state, {}
     for name, overrides in variants.items():
-        loading = Memory()
+        most: dict[str, list[int]] = {}
 
-        def measured(*arguments: Any, loading: Memory = loading) -> Any:
-            with loading:
+        def measured(*arguments: Any, most: dict[str, list[int]] = most) -> Any:
+            with growth() as most["load"]:
                 return load_state(*arguments)
 
         with patch.object(trainer, "load_state", measured):
             run = build(recipe, overrides)
         states = run.engine.optimizer.state.values()
         held = [*run.engine.model.parameters(), *run.engine.model.buffers(), *(v for s in states for v in s.values())]
-        with Memory() as exporting:
+        with growth() as most["export"]:
             assert run.export() is None
         size = sum(local(tensor).nbytes for tensor in held)
-        found[name] = {"held": size, "load": loading.most, "export": exporting.most}
+        found[name] = {"held": size, "load": most["load"][0], "export": most["export"][0]}
     return found

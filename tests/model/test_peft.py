@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import batches_of, cosine_rates, largest_difference, peft_curve, stream_of, worst_gradient
 from safetensors.torch import load_file, save_file
-from support import TINY, on_ranks, strategies, write_recipe
+from support import TINY, on_ranks, planned, strategies, write_recipe
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
@@ -37,8 +37,7 @@ from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import is_adapter, weights_of
 from fsdptrain.model.weights import allocate, read_weights
-from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
-from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
@@ -70,12 +69,14 @@ CONFIGS = {
 class Case:
     """What is trained, beside which model, and how far the curve may be from that of a plain peft loop.
 
-    `whole` are parts of the names of what is trained besides adapters; `limit` is that of losses and gradient norms,
-    `gradients` that of the gradient of every adapter, relative to its length.
+    `whole` are parts of the names of what is trained besides adapters, `experts` of tensors of experts with adapters;
+    `limit` is that of losses and gradient norms, `gradients` that of the gradient of every adapter, relative to its
+    length.
     """
 
     words: list[str]
     whole: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     model: str = "model"
     limit: float = 1e-5
     gradients: float = 1e-5
@@ -133,10 +134,11 @@ def reference(recipe: Path, case: Case, start: dict[str, torch.Tensor], steps: i
     batches = batches_of(stream_of(recipe)[0], BATCH, steps)
     rates = cosine_rates(settings.optim.lr, STEPS)[:steps]
     adapter, dtype = settings.adapter, settings.fsdp.mixed_precision.param_dtype
-    every = adapter.target == "all-linear"
+    every, own = adapter.target == "all-linear", [name for name in adapter.target if "experts" not in name]
     config = LoraConfig(
         r=adapter.r, lora_alpha=int(adapter.alpha), use_dora=adapter.use_dora, use_rslora=adapter.use_rslora,
-        target_modules="all-linear" if every else [name.rpartition(".")[2] for name in adapter.target],
+        target_modules="all-linear" if every else [name.rpartition(".")[2] for name in own],
+        target_parameters=[*case.experts] or None,
         fan_in_fan_out=case.model == "gpt2", task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.set_num_threads(1)
@@ -156,15 +158,15 @@ class Parity:
         self.recipe, self.cases, self.steps = recipe, cases, steps
         self._expected: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}
 
-    def train(self, job: str, world: int, variants: dict[str, list[str]], tmp: Path) -> dict[str, Any]:
-        """Train variants on some ranks and compare them; return what the job has found on the first.
+    def train(self, world: int, variants: dict[str, list[str]], tmp: Path) -> dict[str, Any]:
+        """Train variants on some ranks and compare them; return what `ranks.adapted` has found on the first.
 
         The name of a variant begins with that of its case, up to a `×`.
         """
         case_of = {name: self.cases[name.partition(" × ")[0]] for name in variants}
         words = {name: [*case_of[name].overrides(self.recipe), *more] for name, more in variants.items()}
         arguments = {"recipe": str(self.recipe), "variants": words, "steps": self.steps, "made": str(tmp)}
-        ranks = on_ranks(world, job, tmp, 3600, **arguments)
+        ranks = on_ranks(world, "adapted", tmp, 3600, **arguments)
         curves = [[run["curve"] for run in found.values()] for found in ranks]
         assert all(other == curves[0] for other in curves), "ranks report different curves"
         wrong = {}
@@ -193,7 +195,7 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
     parity = Parity(recipe, cases, steps=2)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     copies = {"LoRA bf16, recomputed × copies": ["fsdp.strategy=NO_SHARD"]}
-    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units | copies, tmp_path)
+    found = parity.train(2, {name: [] for name in cases} | small_units | copies, tmp_path)
     # Where each rank has a whole copy, only the adapters, in float32, have other memory for compute.
     gathered = found["LoRA bf16, recomputed"]["copied"]
     assert found[next(iter(copies))]["copied"] == [name for name in gathered if is_adapter(name)] != gathered
@@ -206,14 +208,14 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
 def test_a_hybrid_mesh_agrees_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two copies of two ranks: peft takes a rank's rows for the whole weight there, if it is sharded already."""
     parity = Parity(recipe, CASES, steps=2)
-    parity.train("adapted", 4, {"LoRA × HYBRID_SHARD": strategies(4)["HYBRID_SHARD"]}, tmp_path)
+    parity.train(4, {"LoRA × HYBRID_SHARD": strategies(4)["HYBRID_SHARD"]}, tmp_path)
 
 
 @pytest.mark.soak
 def test_other_architectures_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     parity = Parity(recipe, MODELS)
     for world in WORLDS:
-        parity.train("adapted", world, {name: [] for name in MODELS}, tmp_path / str(world))
+        parity.train(world, {name: [] for name in MODELS}, tmp_path / str(world))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +225,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recipe = adapter_recipe(tmp, adapter={"kind": "lora", "r": 3, "dropout": 0.3})
     words = ["fsdp.activation_checkpointing=full"]
     whole = on_ranks(2, "save_between", tmp / "a", recipe=str(recipe), overrides=words, at=2, steps=4)[0]
-    (tmp / "run" / "plan.json").write_text(make_plan(load(recipe, words), Topology("cpu", 1, 2)).to_json())
+    (tmp / "run" / "plan.json").write_text(planned(recipe, *words, ranks=2).to_json())
     again = on_ranks(2, "resume", tmp / "b", recipe=str(recipe), overrides=words, steps=4)[0]
     return {"recipe": recipe, "run": RunDir(tmp / "run"), "whole": whole, "again": again, "words": words, "tmp": tmp}
 
@@ -295,7 +297,7 @@ def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop signal reached another rank while it read weights; with DoRA, starting the adapters is collective."""
-    plan = make_plan(load(trained["recipe"], ["adapter.use_dora=true"]), Topology("cpu", 1, 2))
+    plan = planned(trained["recipe"], "adapter.use_dora=true", ranks=2)
     for name in ("read_weights", "allocate"):
         monkeypatch.setattr(setup, name, lambda *_: None)
     monkeypatch.setattr(setup, "start_adapters", lambda *_: pytest.fail("this rank waits for the one that has left"))
@@ -355,7 +357,7 @@ def test_adapters_of_peft_are_continued_however_their_layers_were_chosen(how: st
     expected.save_pretrained(folder, save_embedding_layers=False)
     model = {"id": str(base), "tokenizer": {"train": 512}}
     recipe = write_recipe(tmp_path, model=model, adapter={"kind": "lora", "from": str(folder)}, export={})
-    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
+    plan = planned(recipe)
     ready = prepare_model(plan, 512)
     found = ready.trained
     read_weights(found, ready.bare, plan, torch.device("cpu"), lambda *_: None)
@@ -375,7 +377,7 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     assert (found.adapter.r, found.adapter.alpha, found.adapter.dropout) == (4, 8, 0.0)
     section = {"kind": "lora", "from": str(tmp_path)}
     model = {"id": "org/name", "tokenizer": {"train": 512}}
-    plan = make_plan(load(write_recipe(tmp_path, model=model, adapter=section, export={})), Topology("cpu", 1, 2))
+    plan = planned(write_recipe(tmp_path, model=model, adapter=section, export={}), ranks=2)
     assert Plan.from_json(plan.to_json()).digest() == plan.digest(), "the workers would refuse the plan"
     assert "\nnote   the adapter of adapter.from was trained on 'org/other', and" in heading(
         plan, plan.rundir, EarlierAttempts()
@@ -390,7 +392,7 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
 
 def test_the_base_is_compared_again_before_the_adapter_is_merged(recipe: Path, tmp_path: Path) -> None:
     shutil.copytree(recipe.parent / "model", tmp_path / "model")
-    plan = make_plan(load(recipe, [*LORA, f"model.id={tmp_path / 'model'}"]), Topology("cpu", 1, 1))
+    plan = planned(recipe, *LORA, f"model.id={tmp_path / 'model'}")
     identity = plan.identity() | {BASE_KEY: files_digest(file_checksums(safetensors_files(plan)))}
     stamps, weights = stamps_of(safetensors_files(plan)), tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights)
@@ -406,7 +408,7 @@ def test_the_base_is_compared_again_before_the_adapter_is_merged(recipe: Path, t
 
 def test_options_of_an_export_replace_keys_of_the_recipe_or_are_refused(recipe: Path) -> None:
     def chosen(kind: str | None, *options: str | None) -> tuple[str, str]:
-        plan = make_plan(load(recipe, [f"adapter.kind={kind}"] if kind else []), Topology("cpu", 1, 1))
+        plan = planned(recipe, f"adapter.kind={kind or 'null'}")
         export = with_options(plan, *options).recipe.export
         return export.adapter, export.merge_base
 
@@ -425,7 +427,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     weights = tmp_path / "adapter_model.safetensors"
     adapter_folder(tmp_path)
     section = {"kind": "lora", "from": str(tmp_path)}
-    plan = make_plan(load(adapter_recipe(tmp_path, adapter=section)), Topology("cpu", 1, 1))
+    plan = planned(adapter_recipe(tmp_path, adapter=section))
     with pytest.raises(
         RecipeError, match=r"adapter.from: cannot read .*adapter_model.safetensors.*; copy the file again"
     ):
@@ -486,7 +488,7 @@ def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> Non
     recipe, family = adapter_recipe(tmp_path), {"model_type": "llama", "vocab_size": 512}
 
     def refused(config: dict[str, Any], *words: str) -> str:
-        plan = make_plan(load(recipe, [f"model.config={json.dumps(config)}", *words]), Topology("cpu", 1, 1))
+        plan = planned(recipe, f"model.config={json.dumps(config)}", *words)
         try:
             prepare_model(plan, 512)
         except RecipeError as error:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+import test_attention
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import build, curve
 from simulated import config_of, plan_of
-from support import on_ranks, write_recipe
-from test_attention import SIZES, differentiated, errors, in_checkpoint, inputs, model_of, trained
+from test_attention import SIZES, check_operator, compared, documents, inputs, model_of, trained, worst
 from torch._inductor.compile_fx import compile_fx
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.nn import attention as of_torch
 from transformers import AutoConfig, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -26,12 +25,13 @@ from fsdptrain.config.schema import Model, Recomputation
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, probe, varlen
-from fsdptrain.model.attention import choose_attention
+from fsdptrain.model.attention import activate_best_flash, choose_attention, heads_of, installed_flash
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.parallel.recompute import SAVED, recompute
+from fsdptrain.parallel.recompute import recompute
 from fsdptrain.parallel.shard import compile_layers
 from fsdptrain.plan.plan import Plan
+from fsdptrain.train import setup
 
 # --- the operator ---------------------------------------------------------------------------------------------------
 
@@ -42,35 +42,9 @@ def in_varlen(rows: list[list[int]], window: int | None, scale: float | None = 0
     return lambda q, k, v: varlen.attend_within_documents(torch.nn.Module(), q, k, v, None, **passed)[0]
 
 
-def each_alone(rows: list[list[int]], window: int | None, scale: float = 0.3) -> Callable[..., torch.Tensor]:
-    """Return a function that gives every document to torch's own attention by itself."""
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        made = []
-        for row, lengths in enumerate(rows):
-            parts = [x[row : row + 1].split([*lengths], dim=2) for x in (q, k, v)]
-            for one in zip(*parts, strict=True):
-                length = one[0].shape[2]
-                seen = torch.ones(length, length, dtype=torch.bool).tril()
-                seen = seen if window is None else seen.triu(1 - window)
-                options = {"is_causal": True} if window is None else {"attn_mask": seen}
-                made.append(scaled_dot_product_attention(*one, scale=scale, **options))
-        together = torch.cat(made, dim=2).transpose(1, 2)
-        return together.unflatten(1, (len(rows), -1))[0]
-
-    return function
-
-
-def compared(
-    rows: list[list[int]], heads: int, groups: int, size: int, window: int | None, dtype: torch.dtype
-) -> tuple[list[float], list[float]]:
-    *qkv, grad = inputs(sum(rows[0]), heads, groups, size, dtype)
-    exact = differentiated(each_alone(rows, window), [x.double() for x in qkv], grad.double())
-    found = differentiated(in_varlen(rows, window), qkv, grad)
-    assert [x.dtype for x in found] == [dtype] * 4
-    assert [x.shape for x in found] == [grad.shape, *(x.shape for x in qkv)]
-    return errors(found, exact), errors(differentiated(each_alone(rows, window), qkv, grad), exact)
+def seen(rows: list[list[int]], window: int | None) -> torch.Tensor:
+    mask = documents(*rows)
+    return mask if window is None else mask.triu(1 - window)
 
 
 ROWS = {
@@ -86,17 +60,20 @@ ROWS = {
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (4, 2, 64), (6, 1, 80)])
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_a_document_is_computed_by_itself(name: str, heads: int, groups: int, size: int, window: int | None) -> None:
-    worst = max(compared(ROWS[name], heads, groups, size, window, torch.float32)[0])
-    assert worst < 1e-5
-    found, others = compared(ROWS[name], heads, groups, size, window, torch.bfloat16)
-    assert all(a <= max(2 * b, 4e-3) for a, b in zip(found, others, strict=True)), (found, others)
+    for dtype in (torch.float32, torch.bfloat16):
+        *qkv, grad = inputs(sum(ROWS[name][0]), heads, groups, size, dtype)
+        found, others = compared(in_varlen(ROWS[name], window), seen(ROWS[name], window), qkv, grad)
+        exact = dtype == torch.float32
+        limits = [1e-5 if exact else max(2 * other, 4e-3) for other in others]
+        assert all(a <= b for a, b in zip(found, limits, strict=True)), (found, others)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.randoms(), st.one_of(st.none(), st.integers(1, 50)))
 @settings(max_examples=40)
 def test_whatever_the_lengths(lengths: list[int], random: Any, window: int | None) -> None:
     rows = [lengths, random.sample(lengths, len(lengths))]
-    assert max(compared(rows, 4, 2, 16, window, torch.float32)[0]) < 1e-5
+    *qkv, grad = inputs(sum(lengths), 4, 2, 16, torch.float32)
+    assert max(compared(in_varlen(rows, window), seen(rows, window), qkv, grad)[0]) < 1e-5
 
 
 @pytest.mark.parametrize(("size", "of_values"), [(24, 16), (16, 24), (12, 12), (20, 3)])
@@ -106,11 +83,8 @@ def test_heads_of_any_size_are_padded(size: int, of_values: int, dtype: torch.dt
     rows = ROWS["packed"]
     query, key, value, grad = inputs(300, 4, 2, max(size, of_values), dtype)
     qkv, grad = [query[..., :size], key[..., :size], value[..., :of_values]], grad[..., :of_values]
-    exact = differentiated(each_alone(rows, None, size**-0.5), [x.double() for x in qkv], grad.double())
-    found = differentiated(in_varlen(rows, None, None), qkv, grad)
-    assert [x.shape for x in found] == [grad.shape, *(x.shape for x in qkv)]
-    worst = max(errors(found, exact))
-    assert worst < (1e-5 if dtype == torch.float32 else 1e-2)
+    worst, _ = compared(in_varlen(rows, None, None), seen(rows, None), qkv, grad, size**-0.5)
+    assert max(worst) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_torch_finds_the_kernels_for_the_cpu_well_made() -> None:
@@ -118,10 +92,7 @@ def test_torch_finds_the_kernels_for_the_cpu_well_made() -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     bounds, longest = document_bounds([[9, 4], [13]])
     args = (*leaves, bounds, bounds, longest, longest, True, 0.3, [-1, 0], True)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    args = args[: len(VARLEN_FORWARD._schema.arguments)]  # the last came after torch 2.11
-    found = torch.library.opcheck(VARLEN_FORWARD, args, test_utils=tests)
-    assert found == dict.fromkeys(tests, "SUCCESS")
+    check_operator(VARLEN_FORWARD, args[: len(VARLEN_FORWARD._schema.arguments)])  # the last came after torch 2.11
 
 
 REFUSED = {
@@ -149,12 +120,8 @@ def test_what_the_kernel_does_not_compute_is_refused(reason: str) -> None:
 
 # --- in a model -----------------------------------------------------------------------------------------------------
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 40},
+MODELS: dict[str, dict[str, Any]] = test_attention.MODELS | {
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "gpt_neox": {"num_key_value_heads": 4},
     "deepseek_v3": {
         "num_key_value_heads": 4, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
         "n_routed_experts": 8, "n_group": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32,
@@ -168,12 +135,6 @@ def called(lengths: list[list[int]], masked: bool = False) -> dict[str, Any]:
     documents, longest = document_bounds(lengths)
     rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     return {"rows": rows} | ({} if masked else {"documents": documents, "longest_document": longest})
-
-
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    pairs = [(found[name].double(), tensor.double()) for name, tensor in expected.items() if tensor.norm() > 1e-9]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 @pytest.fixture
@@ -206,28 +167,6 @@ def test_a_model_computes_what_it_does_with_a_mask(kind: str, dtype: torch.dtype
     request.getfixturevalue("no_masks")
     difference = worst(trained(model_of(kind, varlen.NAME, dtype, **MODELS[kind]), **called(PACKED)), expected)
     assert difference < (2e-5 if dtype == torch.float32 else 4e-2)
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    made: list[int] = []
-    original = varlen._parts
-    monkeypatch.setattr(varlen, "_parts", lambda bounds: made.append(1) or original(bounds))
-    return made
-
-
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputing_layers_changes_no_gradient(kind: str, forwards: list[int]) -> None:
-    expected = trained(model_of("llama", varlen.NAME), **called(PACKED))
-    assert len(forwards) == 3 + 3
-    model = model_of("llama", varlen.NAME)
-    options = {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)} if kind == "selective" else {}
-    for layer in model.model.layers:
-        layer.forward = in_checkpoint(layer.forward, options)
-    forwards.clear()
-    found = trained(model, **called(PACKED))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert len(forwards) == 3 + 3 + (3 if kind == "full" else 0)  # kept, attention is not computed again
 
 
 @pytest.mark.parametrize(
@@ -265,32 +204,8 @@ def test_all_compiled_layers_are_one_graph_for_any_documents(
 DOCUMENTS = [PACKED, [[1] * 20 + [180], [2] * 20 + [160]], [[200], [3, 197]], [[20] * 10] * 2, [[140, 60], [5] * 40]]
 
 
-# --- in the engine --------------------------------------------------------------------------------------------------
-
-
 def gpu_plan(tmp: Path, **changes: Any) -> Plan:
     return plan_of(tmp, device="cuda", **{"fsdp__mixed_precision": {"param_dtype": "bfloat16"}, **changes})
-
-
-VARIANTS = {
-    "plain": [],
-    "selective": ["fsdp.activation_checkpointing=selective", "fsdp.accumulation=hold"],
-    "rows": ["train.micro_batch_size=2", "fsdp.strategy=SHARD_GRAD_OP", "train.loss=plain"],
-    "bf16": ["fsdp.mixed_precision.param_dtype=bfloat16", "train.micro_batch_size=2"],
-}
-OTHERS = {"full": ["fsdp.activation_checkpointing=full"], "not packed": ["data.packing=none"]}
-
-
-@pytest.mark.parametrize("variants", [VARIANTS, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["most", "others"])
-def test_real_ranks_make_the_curve_of_the_mask_path(variants: dict[str, list[str]], tmp_path: Path) -> None:
-    """Everything is as in a run on GPUs, except that `obstacle` finds none on a CPU."""
-    recipe = write_recipe(tmp_path, data__seq_len=96, train__global_batch_size=4)
-    found = on_ranks(2, masked_and_apart, tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=2)[0]
-    for name, (masked, apart) in found.items():
-        pairs = zip((x for step in masked for x in step), (x for step in apart for x in step), strict=True)
-        difference = max(abs(a / b - 1) for a, b in pairs)
-        assert masked != apart
-        assert difference < (2e-3 if name == "bf16" else 1e-5)
 
 
 # --- where it applies -----------------------------------------------------------------------------------------------
@@ -411,6 +326,124 @@ def test_masks_do_not_go_to_cudnn_where_it_gives_nan(seq_len: int, stays: bool) 
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+# --- FlashAttention 3 and 4, with registrations that stand in for them ---------------------------------------------
+
+CPU = torch.device("cpu")
+MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
+
+
+def built_in_varlen(kind: str) -> Any:
+    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
+    return skeleton(config, Model(attn_implementation=varlen.NAME))
+
+
+def test_the_heads_are_those_of_the_model_s_own_forward() -> None:
+    assert heads_of(built_in_varlen("llama")) == {(4, 2, 16, 16, False)}
+    assert heads_of(built_in_varlen("gemma3_text")) == {(4, 2, 16, 16, False), (4, 2, 16, 16, True)}
+    assert heads_of(built_in_varlen("deepseek_v3")) == {(4, 4, 48, 32, False)}
+
+
+class Registered:
+    """A stand-in that computes in bf16 what `computes` makes of the result, until it is removed."""
+
+    def __init__(self, computes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.original = varlen.varlen_attn
+
+        def varlen_attn(q: torch.Tensor, *args: Any, **options: Any) -> Any:
+            out: Any = self.original(q, *args, **options)
+            return computes(out) if q.dtype == torch.bfloat16 else out
+
+        varlen.varlen_attn = varlen_attn
+
+    def remove(self) -> None:
+        varlen.varlen_attn = self.original
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for packages, and registrations that are as they were afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = sys.modules["torch.nn.attention._registry"]
+    monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", dict(registry._FLASH_ATTENTION_IMPLS))  # type: ignore[attr-defined]
+    yield tmp_path
+    if of_torch.current_flash_attention_impl():
+        of_torch.restore_flash_attention_impl()
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+def install_packages(folder: Path, *names: str) -> None:
+    """Write modules that have no kernels. What contains FlashAttention 4 cannot be imported."""
+    for name in names:
+        module = folder / Path(*MODULES[name].split(".")).with_suffix(".py")
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text("")
+        info = folder / f"{attention.PACKAGES[name].replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {attention.PACKAGES[name]}\nVersion: 1.0\n")
+    if "FA4" in names:
+        (folder / "flash_attn" / "__init__.py").write_text("raise OSError('another CUDA')")
+
+
+def test_only_what_is_installed_for_the_card_is_tried(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed_flash(9) == installed_flash(10) == []
+    assert activate_best_flash(None, CPU, 8) is None
+    for major, package in ((9, "flash-attn-3"), (10, "flash-attn-4")):
+        assert f"pip install {package}" in str(activate_best_flash(None, CPU, major))
+    install_packages(packages, "FA3", "FA4")
+    assert [installed_flash(major) for major in (8, 9, 10, 12)] == [[], ["FA3", "FA4"], ["FA4"], []]
+    assert "flash_attn" not in sys.modules
+    monkeypatch.delattr(of_torch, "activate_flash_attention_impl")  # an older torch
+    assert installed_flash(9) == []
+
+
+def test_without_kernels_flash_attention_2_is_used(packages: Path) -> None:
+    """The registrations are torch's own."""
+    install_packages(packages, "FA3", "FA4")
+    note = str(activate_best_flash(built_in_varlen("llama"), CPU, 9))
+    assert "FlashAttention 3 is installed but not used: " in note and "does not expose FA3" in note
+    assert "FlashAttention 4 is installed but not used: " in note and "another CUDA" in note
+    assert note.endswith("attention is computed by FlashAttention 2")
+    assert of_torch.current_flash_attention_impl() is None
+
+
+def wrong_gradient(out: torch.Tensor) -> torch.Tensor:
+    return 1.1 * out - 0.1 * out.detach()
+
+
+def test_the_first_that_is_right_is_used(packages: Path) -> None:
+    install_packages(packages, "FA3", "FA4")
+    bare, original = built_in_varlen("deepseek_v3"), varlen.varlen_attn
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(wrong_gradient))
+    of_torch.register_flash_attention_impl("FA4", register_fn=lambda: Registered(lambda out: out * 1))
+    note = str(activate_best_flash(bare, CPU, 9))
+    assert "FlashAttention 3 is installed but not used: " in note and "its dq has an error of 10" in note
+    assert note.endswith("attention is computed by FlashAttention 4")
+    assert of_torch.current_flash_attention_impl() == "FA4"
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
+    assert activate_best_flash(bare, CPU, 9) == "attention is computed by FlashAttention 3"
+    of_torch.restore_flash_attention_impl()
+    assert varlen.varlen_attn is original
+
+
+def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_packages(packages, "FA3")
+    of_torch.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "check_heads", lambda heads, device: None)
+    session: Any = SimpleNamespace(
+        reporter=SimpleNamespace(progress=lambda *_: None), watchdog=SimpleNamespace(reset=lambda: None)
+    )
+    inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=built_in_varlen("llama")))
+    world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda mine: [mine, "FA3"])
+    assert setup.use_best_flash(session, inputs, world) == "attention is computed by FlashAttention 3"
+    assert attention.active_flash() == "FA3"
+    world.gather_objects = lambda mine: [mine, None]
+    note = str(setup.use_best_flash(session, inputs, world))
+    assert "not every rank" in note and "rank 1: FlashAttention 2" in note
+    assert attention.active_flash() is None
+
+
 # --- in a forecast --------------------------------------------------------------------------------------------------
 
 
@@ -424,20 +457,3 @@ def test_arithmetic_is_counted_for_the_pairs_that_are_seen() -> None:
     assert backward(*args) == 5 * 2 * 4 * 16 * pairs
     windowed = sum(min(position + 1, 10) for position in range(128)) * 2
     assert forward(*meta, bounds, bounds, 128, 128, False, None, [9, 0]) == 2 * 2 * 4 * 16 * windowed
-
-
-# --- on every rank -------------------------------------------------------------------------------------------------
-
-
-def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Return two curves of each variant, and evaluations after them: with masks, and in the varlen kernel."""
-    found: dict[str, Any] = {}
-    for name, overrides in variants.items():
-        found[name] = []
-        for reason in ("masks", None):
-            with patch.object(attention, "obstacle", lambda *_, reason=reason: reason):
-                run = build(recipe, overrides)
-            assert varlen.used_by(run.engine.model) == (reason is None)
-            made = curve(run, steps)
-            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())[:2]])
-    return found

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from strict import differences
-from support import TESTS, python, python_path
-
-REFUSED = """
-import json
 import torch
 import torch.distributed as dist
-from strict import be_strict
-
-be_strict()
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-square = torch.ones(4, 4)
-calls = [
-    lambda: dist.all_reduce(square),
-    lambda: dist.all_reduce(square.t()),
-    lambda: dist.broadcast(square.short(), 0),
-    lambda: dist.all_gather_into_tensor(torch.ones(32), square),
-]
-found = []
-for call in calls:
-    try:
-        found.append(str(call()))
-    except ValueError as error:
-        found.append(str(error))
-print(json.dumps(found))
-"""
+from strict import differences
+from support import on_ranks
 
 
-def test_what_nccl_refuses_is_refused() -> None:
-    done = python("-c", REFUSED, PYTHONPATH=python_path(TESTS))
-    assert done.returncode == 0, done.stderr[-2000:]
-    taken, *refused = json.loads(done.stdout)
+def refused() -> list[str]:
+    """Return what calls say on a rank, on which `ranks.main` has made the collectives strict."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    square, found = torch.ones(4, 4), []
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(square),
+        lambda: dist.all_reduce(square.t()),
+        lambda: dist.broadcast(square.short(), 0),
+        lambda: dist.all_gather_into_tensor(torch.ones(32), square),
+    ]
+    for call in calls:
+        try:
+            found.append(str(call()))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_nccl_refuses_is_refused(tmp_path: Path) -> None:
+    [[taken, *messages]] = on_ranks(1, refused, tmp_path)
     assert taken == "None"
     expected = ["[4, 4] (1, 4) is not contiguous", "torch.int16", "32 elements are not 1 × 16"]
-    for message, part in zip(refused, expected, strict=True):
+    for message, part in zip(messages, expected, strict=True):
         assert message.startswith("NCCL refuses") and part in message
 
 
