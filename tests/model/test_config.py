@@ -29,7 +29,8 @@ LAYERS: dict[str, dict[str, Any]] = {  # models of twelve layers whose lists dif
 
 
 def config_of(tmp: Path, model: dict[str, Any], *overrides: str, vocab_size: int = 512) -> Any:
-    written = load(write_recipe(tmp, model=model), list(overrides))
+    """Return the configuration of a model whose tokenizer is trained by the run."""
+    written = load(write_recipe(tmp, model={"tokenizer": {"train": 512}, **model}), list(overrides))
     return load_config(make_plan(written, find_topology(written.recipe, {})), vocab_size)
 
 
@@ -55,10 +56,10 @@ def test_rope_keys_of_older_files_mean_the_same_as_in_transformers(old: dict[str
     config = {**TINY, "max_position_embeddings": 1024, **old}
     wanted = AutoConfig.for_model("llama", **copy.deepcopy(config)).rope_parameters  # which writes into it
     assert wanted["rope_theta"] == old.get("rope_theta", 10000.0)
-    scratch = {"config": {"model_type": "llama", **config}, "tokenizer": {"train": 512}}
+    scratch = {"config": {"model_type": "llama", **config}}
     assert config_of(tmp_path, scratch).rope_parameters == wanted
     plain = saved(tmp_path / "model", "llama", max_position_embeddings=1024)
-    assert config_of(tmp_path, {"id": plain, "config": old, "tokenizer": {"train": 512}}).rope_parameters == wanted
+    assert config_of(tmp_path, {"id": plain, "config": old}).rope_parameters == wanted
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2", "granite", "olmo2"])
@@ -66,7 +67,7 @@ def test_a_head_size_that_the_model_reads_is_accepted(kind: str, tmp_path: Path)
     """Qwen3-30B-A3B, for one, has heads of another size than hidden_size / heads, in a key that is not declared."""
     folder = saved(tmp_path / "model", kind)
     assert not hasattr(AutoConfig.for_model(kind), "head_dim")
-    config = config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}, "tokenizer": {"train": 512}})
+    config = config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert model.model.layers[0].self_attn.q_proj.out_features == TINY["num_attention_heads"] * 24
@@ -77,13 +78,13 @@ def test_a_head_size_that_the_model_reads_is_accepted(kind: str, tmp_path: Path)
 def test_a_head_size_that_the_model_does_not_read_is_rejected(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "gpt2")
     with pytest.raises(RecipeError, match=r"model.config.head_dim: gpt2 has no such key"):
-        config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}, "tokenizer": {"train": 512}})
+        config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}})
 
 
 def test_rope_keys_change_only_what_they_name(tmp_path: Path) -> None:
     stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
     folder = saved(tmp_path / "model", "llama", rope_parameters=stretched)
-    model: dict[str, Any] = {"id": folder, "tokenizer": {"train": 512}}
+    model: dict[str, Any] = {"id": folder}
     assert config_of(tmp_path, model | {"config": {"rope_theta": 7.0}}).rope_parameters == stretched | {
         "rope_theta": 7.0
     }
@@ -98,7 +99,7 @@ def test_rope_keys_change_only_what_they_name(tmp_path: Path) -> None:
 def test_another_number_of_layers_adapts_the_lists(kind: str, layers: int, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", kind, num_hidden_layers=12, **LAYERS[kind])
     before = AutoConfig.from_pretrained(folder).layer_types
-    model = {"id": folder, "tokenizer": {"train": 512}, "init": "random", "config": {"num_hidden_layers": layers}}
+    model = {"id": folder, "init": "random", "config": {"num_hidden_layers": layers}}
     config = config_of(tmp_path, model)
     default = AutoConfig.for_model(kind, **TINY | LAYERS[kind] | {"num_hidden_layers": layers, "layer_types": None})
     assert config.layer_types == (before[:layers] if layers < 12 else default.layer_types)
@@ -108,7 +109,7 @@ def test_another_number_of_layers_adapts_the_lists(kind: str, layers: int, tmp_p
 def test_an_inner_configuration_keeps_what_is_not_named(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", **TINY, "head_dim": 16, "num_hidden_layers": 12, "sliding_window": 32}
     AutoConfig.for_model("gemma3", text_config=text).save_pretrained(tmp_path / "model")
-    model = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}
+    model = {"id": str(tmp_path / "model")}
     inner = {"num_hidden_layers": 7, "vocab_size": 600}
     config = config_of(tmp_path, model | {"config": {"text_config": inner}}).text_config
     assert (config.num_hidden_layers, len(config.layer_types), config.vocab_size) == (7, 7, 600)
@@ -138,21 +139,20 @@ REFUSED: dict[str, dict[str, Any]] = {  # what is said → keys
 def test_keys_without_effect_are_rejected_with_the_way_out(message: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", **TINY, **REFUSED[message]}
     with pytest.raises(RecipeError, match=message):
-        config_of(tmp_path, {"config": config, "tokenizer": {"train": 512}})
+        config_of(tmp_path, {"config": config})
 
 
 def test_the_suggested_ways_out_are_accepted(tmp_path: Path) -> None:
-    model: dict[str, Any] = {"tokenizer": {"train": 512}}
     sliding = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
-    assert config_of(tmp_path, model | {"config": {"model_type": "qwen2", **TINY, **sliding}}).sliding_window == 32
+    assert config_of(tmp_path, {"config": {"model_type": "qwen2", **TINY, **sliding}}).sliding_window == 32
     mixture = {"model_type": "mixtral", **TINY, "output_router_logits": False}
-    assert not config_of(tmp_path, model | {"config": mixture}).output_router_logits
+    assert not config_of(tmp_path, {"config": mixture}).output_router_logits
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     with pytest.raises(RecipeError) as caught:
-        config_of(tmp_path, {"id": folder, "tokenizer": {"train": 512}}, "data.seq_len=4096", vocab_size=1000)
+        config_of(tmp_path, {"id": folder}, "data.seq_len=4096", vocab_size=1000)
     assert "the tokenizer has 1000 tokens" in str(caught.value) and "the model's 256 positions" in str(caught.value)
 
 
@@ -161,7 +161,7 @@ def test_a_whole_config_json_of_the_hub_can_be_pasted(tmp_path: Path) -> None:
     pasted = json.loads(written.to_json_string()) | {"rope_theta": 5e5, "rope_scaling": None, "vocab_size": 512}
     for name in ("rope_parameters", "transformers_version", "dtype", "architectures"):
         pasted.pop(name, None)
-    config = config_of(tmp_path, {"config": pasted, "tokenizer": {"train": 512}})
+    config = config_of(tmp_path, {"config": pasted})
     assert config.rope_parameters["rope_theta"] == 5e5
 
 

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import test_peft
 import torch
 from architectures import small_config
 from peft import PeftModel
 from ranks import build, curve
-from support import on_ranks, planned, write_recipe
-from test_peft import BATCH, FULL, Case, Parity
+from support import on_ranks, planned
+from test_peft import FULL, Case, Parity, adapter_recipe
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.checkpoint.export import export_live
@@ -41,12 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = {"first_k_dense_replace": 1} if kind == "deepseek_v3" else {}
         model = AutoModelForCausalLM.from_config(small_config(kind, num_hidden_layers=2, **own))
         model.save_pretrained(tmp / kind)
-    return write_recipe(
-        tmp, model={"id": str(tmp / "mixtral"), "tokenizer": {"train": 512}}, adapter={"kind": "lora", "r": 3},
-        data__packing="none", optim__lr=1e-3, train__steps=test_peft.STEPS, train__global_batch_size=BATCH,
-        train__micro_batch_size=2,
-        export={"adapter": "both", "dtype": "float32", "compare": False},
-    )  # fmt: skip
+    return adapter_recipe(tmp, data__packing="none")
 
 
 def variant(recipe: Path, kind: str, *words: str) -> list[str]:
@@ -88,16 +82,12 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(
 
 def test_a_run_continues_from_an_adapter_on_experts(recipe: Path, exported: dict[str, Path], tmp_path: Path) -> None:
     out = exported["qwen3_moe"]
-    start = [
-        f"model.id={recipe.parent / 'qwen3_moe'}",
-        f"adapter.from={out / 'adapter'}",
-        f"output_dir={tmp_path / '1'}",
-    ]
-    both = {"from": start, "merged": variant(recipe, "qwen3_moe", f"model.id={out}", f"output_dir={tmp_path / '2'}")}
-    other = write_recipe(
-        tmp_path, model={"tokenizer": {"train": 512}}, adapter={"kind": "lora"}, train__micro_batch_size=2,
-        data__packing="none", export={"adapter": "both", "compare": False},
-    )  # fmt: skip
+    start = [f"model.id={recipe.parent / 'qwen3_moe'}", f"adapter.from={out / 'adapter'}"]
+    both = {
+        "from": start,
+        "merged": variant(recipe, "qwen3_moe", f"model.id={out}", f"output_dir={tmp_path / 'merged'}"),
+    }
+    other = adapter_recipe(tmp_path, adapter={"kind": "lora"}, data__packing="none")
     curves = on_ranks(1, "curves", tmp_path, recipe=str(other), variants=both, steps=1)[0]
     assert curves["from"][0][0] == pytest.approx(curves["merged"][0][0], rel=1e-6)
 
