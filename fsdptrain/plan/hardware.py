@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from fsdptrain.config.schema import Recipe
@@ -144,19 +145,10 @@ def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
 
 
-def _without_float8(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
-    """Make a card of Ampere or before, which have no units for float8."""
-    return _gpu(name, gib, *rates, float8=False, **other)
-
-
-def _before_ampere(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
-    """Make a card of Volta or Turing, which have no units for bfloat16, and no FlashAttention."""
-    return _without_float8(name, gib, *rates, bf16=False, attention_share=TURING, **other)
-
-
-def _hopper(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
-    """Make a card with Hopper's kernels, or Blackwell's. On both, torch gives cuBLAS 32 MiB."""
-    return _gpu(name, gib, *rates, **{"attention_share": HOPPER, "cublas": 2 * 2**25, "pcie_bw": 45e9} | other)
+_without_float8 = partial(_gpu, float8=False)  # Ampere and before
+_before_ampere = partial(_without_float8, bf16=False, attention_share=TURING)
+# With Hopper's kernels, or Blackwell's: on both, torch gives cuBLAS 32 MiB.
+_hopper = partial(_gpu, attention_share=HOPPER, cublas=2 * 2**25, pcie_bw=45e9)
 
 
 KNOWN = {

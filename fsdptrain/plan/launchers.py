@@ -7,6 +7,7 @@ several.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -27,49 +28,39 @@ SLURM_OWN_STEP = 0xFFFFFFF0  # higher step ids are the shells of `sbatch` and `s
 SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")  # in every container of a training job
 
 
-class Processes(NamedTuple):
-    """The variables of a launcher that starts processes: the number of this one and of all, then both on its machine.
+class Variables(NamedTuple):
+    """The variables of a launcher: the number of a process and of all, then both on its machine, and where they meet.
 
-    `option` gives every process another variable; it is empty where the launcher sets MASTER_ADDR.
+    Without the local numbers it starts the command once on each node. `host` has the address of the first node, or a
+    line for each; `option` gives it to every process, where the launcher tells none.
     """
 
     source: str
     rank: str
     world: str
-    local_rank: str
-    local_world: str
+    local_rank: str = ""
+    local_world: str = ""
+    host: str = "MASTER_ADDR"
+    port: str = "MASTER_PORT"
     option: str = ""
 
 
-class Nodes(NamedTuple):
-    """The variables of a launcher that starts the command once on each node: how many there are, and which this is.
-
-    `host` has the address of the first node, or a line for each; `port` is that of the rendezvous, if it has one.
-    """
-
-    source: str
-    nnodes: str
-    node: str
-    host: str
-    port: str = ""
-
-
-TORCHRUN = Processes("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TORCHRUN = Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = (
-    Processes(
+    Variables(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR=HOST",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", option="mpirun -x MASTER_ADDR=HOST",
     ),
-    Processes(
-        "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpirun -genv MASTER_ADDR HOST"
+    Variables(
+        "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", option="mpirun -genv MASTER_ADDR HOST"
     ),
 )  # fmt: skip
 NODES = (
-    Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    Variables("Kubeflow", "PET_NODE_RANK", "PET_NNODES", host="PET_MASTER_ADDR", port="PET_MASTER_PORT"),
     # Without their local counterparts they count pods, as in Kubeflow's `PyTorchJob`.
-    Nodes("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
-    Nodes("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
-    Nodes("NUM_NODES and NODE_RANK", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),  # RunPod
+    Variables("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    Variables("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", host="SKYPILOT_NODE_IPS"),
+    Variables("NUM_NODES and NODE_RANK", "NODE_RANK", "NUM_NODES"),  # RunPod
 )
 
 # What tells that there are several nodes or processes, or that this is not the first (counted from 0).
@@ -103,21 +94,28 @@ def find_launcher(env: Environment) -> Launched | None:
     """
     if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} and env.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         return _torchrun(env)
-    for processes in MPI:
-        if processes.local_world in env and processes.world in env:  # Slurm's PMI sets PMI_SIZE alone
-            return _mpi(env, processes)
+    for names in MPI:
+        if names.local_world in env and names.world in env:  # Slurm's PMI sets PMI_SIZE alone
+            return _mpi(env, names)
     if "SLURM_STEP_ID" in env and not _is_shell(env):
         return _slurm(env)
-    for nodes in NODES:
-        if env.keys() >= {nodes.nnodes, nodes.node, nodes.host}:
-            return _node_of(env, nodes)
+    for names in NODES:
+        if env.keys() >= {names.world, names.rank, names.host}:
+            host, port = _value(env, names.host).split()[0], env.get(names.port) or DEFAULT_PORT
+            found = _started(env, _place(env, names), host, port)
+            workers = env.get("PET_NPROC_PER_NODE", "")  # of Kubeflow; a number, or auto, cpu or gpu
+            return dataclasses.replace(found, nproc_per_node=int(workers)) if workers.isdecimal() else found
     if env.keys() & {"SM_HOSTS", "TRAINING_JOB_ARN"} and SAGEMAKER_HOSTS.is_file():
         job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
         hosts = sorted(job["hosts"])
-        place = Place(len(hosts), hosts.index(job["current_host"]), 1, 0)
-        return _started(env, "SageMaker", place, hosts[0], DEFAULT_PORT)
-    if "workerpool0" in env.get("CLUSTER_SPEC", ""):
-        return _vertex(env)
+        return _started(env, Launched("SageMaker", len(hosts), hosts.index(job["current_host"])), hosts[0])
+    if "workerpool0" in env.get("CLUSTER_SPEC", ""):  # Vertex AI: the first pool has one replica, the next the others
+        job = json.loads(env["CLUSTER_SPEC"])
+        pools, task = job["cluster"], job["task"]
+        replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
+        place = Launched("Vertex AI", len(replicas), replicas.index((task["type"], int(task["index"]))))
+        host, _, port = pools["workerpool0"][0].rpartition(":")
+        return _started(env, place, host, port)
     return None
 
 
@@ -179,21 +177,12 @@ def port_of_job(job: int, step: int = 0) -> int:
     return FIRST_PORT + (job * STEPS + step % STEPS) % PORTS
 
 
-class Place(NamedTuple):
-    """The place of a process among equally many on each of `nnodes` machines."""
-
-    nnodes: int
-    node: int
-    per_node: int
-    local_rank: int
-
-
 def _torchrun(env: Environment) -> Launched:
     """Read what torchrun sets; Azure ML sets the same, but the number of nodes instead of LOCAL_WORLD_SIZE."""
     world, nnodes = _number(env, "WORLD_SIZE"), env.get("AZUREML_NODE_COUNT")
     if "LOCAL_WORLD_SIZE" not in env and nnodes is not None:
         counts = {**env, "LOCAL_WORLD_SIZE": str(world // _number(env, "AZUREML_NODE_COUNT"))}
-        return _started(env, "Azure ML", _place(counts, TORCHRUN), env["MASTER_ADDR"], DEFAULT_PORT)
+        return _started(env, dataclasses.replace(_place(counts, TORCHRUN), source="Azure ML"), env["MASTER_ADDR"])
     if "LOCAL_WORLD_SIZE" not in env and world > 1:
         raise RecipeError(
             f"RANK is {env['RANK']}, LOCAL_RANK is {env['LOCAL_RANK']} and WORLD_SIZE is {world}, but LOCAL_WORLD_SIZE "
@@ -201,29 +190,31 @@ def _torchrun(env: Environment) -> Launched:
         )
     counts = {"LOCAL_WORLD_SIZE": "1", **env}
     implied = {"LOCAL_RANK": str(_number(env, "RANK") % (_number(counts, "LOCAL_WORLD_SIZE") or 1))}
-    place = _place({**implied, **counts}, TORCHRUN)
     endpoint = _endpoint(env, env["MASTER_ADDR"], DEFAULT_PORT)
-    return Launched("torchrun", place.nnodes, place.node, place.per_node, endpoint, place.local_rank)
+    return dataclasses.replace(_place({**implied, **counts}, TORCHRUN), endpoint=endpoint)
 
 
-def _place(env: Environment, names: Processes) -> Place:
+def _place(env: Environment, names: Variables) -> Launched:
     """Return the place of this process; raise RecipeError for numbers that contradict each other."""
-    rank, world, local_rank, local_world = (_number(env, name) for name in names[1:5])
+    rank, world = _number(env, names.rank), _number(env, names.world)
+    if rank >= world:
+        raise RecipeError(f"{names.rank} is {rank}, but {names.world} is {world}: they are counted from 0")
+    if not names.local_world:
+        return Launched(names.source, world, rank)
+    local_rank, local_world = _number(env, names.local_rank), _number(env, names.local_world)
     if not local_world or world % local_world:
         raise RecipeError(
             f"{names.source} started {world} processes, {local_world} of them here: start as many on each node"
         )
-    if rank >= world:
-        raise RecipeError(f"{names.rank} is {rank}, but {names.world} is {world}: ranks are counted from 0")
     if rank % local_world != local_rank:
         raise RecipeError(
             f"{names.rank} is {rank}, but {names.local_rank} is {local_rank} of {names.local_world} {local_world}: "
             "ranks that share a machine must have consecutive numbers (mpirun --map-by slot)"
         )
-    return Place(world // local_world, rank // local_world, local_world, local_rank)
+    return Launched(names.source, world // local_world, rank // local_world, local_world, local_rank=local_rank)
 
 
-def _mpi(env: Environment, names: Processes) -> Launched:
+def _mpi(env: Environment, names: Variables) -> Launched:
     """Read what MPI sets for a process. It tells no address: a user or Slurm must."""
     place, host = _place(env, names), first_host(env.get("SLURM_JOB_NODELIST", ""))
     if place.nnodes > 1 and not (host or env.get("MASTER_ADDR")):
@@ -233,8 +224,7 @@ def _mpi(env: Environment, names: Processes) -> Launched:
     jobs = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
     job = next((env[name] for name in jobs if env.get(name)), "")
     digits = re.findall(r"\d+", job)  # `1266221057`; since Open MPI 5 `prterun-HOST-PID@1`
-    port = port_of_job(int("".join(digits[-2:]))) if digits else DEFAULT_PORT
-    return _started(env, names.source, place, host, port)
+    return _started(env, place, host, port_of_job(int("".join(digits[-2:]))) if digits else DEFAULT_PORT)
 
 
 def _slurm(env: Environment) -> Launched:
@@ -245,40 +235,17 @@ def _slurm(env: Environment) -> Launched:
     if len(counts) > 1:
         raise RecipeError(f"Slurm job {job} has {tasks} tasks on its nodes: start as many on each (--ntasks-per-node)")
     # Ranks are counted node by node, whatever `srun --distribution` says: SLURM_PROCID is not read.
-    nnodes, node = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_NODEID")
-    place = Place(nnodes, node, int(counts.pop()), _number(env, "SLURM_LOCALID"))
-    host = first_host(_value(env, "SLURM_STEP_NODELIST"))
-    return _started(env, f"Slurm job {job}", place, host, port_of_job(job, step))
+    nnodes, node, local_rank = (_number(env, f"SLURM_{name}") for name in ("STEP_NUM_NODES", "NODEID", "LOCALID"))
+    place = Launched(f"Slurm job {job}", nnodes, node, int(counts.pop()), local_rank=local_rank)
+    return _started(env, place, first_host(_value(env, "SLURM_STEP_NODELIST")), port_of_job(job, step))
 
 
-def _started(env: Environment, source: str, place: Place, host: str, port: int | str) -> Launched:
-    """Return how a process was started that is alone on its machine, or a worker beside others."""
+def _started(env: Environment, place: Launched, host: str, port: int | str = DEFAULT_PORT) -> Launched:
+    """Return the process at a place, with where its run meets: a worker beside others, or alone on its machine."""
     endpoint = _endpoint(env, host if place.nnodes > 1 else "127.0.0.1", port)
-    if place.per_node > 1:
-        return Launched(source, place.nnodes, place.node, place.per_node, endpoint, place.local_rank)
-    return Launched(source, place.nnodes, place.node, endpoint=endpoint if place.nnodes > 1 else None)
-
-
-def _node_of(env: Environment, names: Nodes) -> Launched:
-    nnodes, node = _number(env, names.nnodes), _number(env, names.node)
-    if node >= nnodes:
-        raise RecipeError(f"{names.node} is {node}, but {names.nnodes} is {nnodes}: nodes are counted from 0")
-    host, port = _value(env, names.host).split()[0], env.get(names.port) or DEFAULT_PORT
-    workers = env.get("PET_NPROC_PER_NODE", "")  # of Kubeflow; a number, or auto, cpu or gpu
-    return Launched(
-        names.source, nnodes, node, int(workers) if workers.isdecimal() else None,
-        _endpoint(env, host, port) if nnodes > 1 else None,
-    )  # fmt: skip
-
-
-def _vertex(env: Environment) -> Launched:
-    """Read the worker pools of a Vertex AI job: the first has one replica, the next ones the others."""
-    job = json.loads(env["CLUSTER_SPEC"])
-    pools, task = job["cluster"], job["task"]
-    replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
-    place = Place(len(replicas), replicas.index((task["type"], int(task["index"]))), 1, 0)
-    host, _, port = pools["workerpool0"][0].rpartition(":")
-    return _started(env, "Vertex AI", place, host, port)
+    if place.nproc_per_node not in (None, 1):
+        return dataclasses.replace(place, endpoint=endpoint)
+    return Launched(place.source, place.nnodes, place.node, endpoint=endpoint if place.nnodes > 1 else None)
 
 
 def _endpoint(env: Environment, host: str, port: int | str) -> str:

@@ -100,34 +100,25 @@ def available_memory(root: Path = Path("/")) -> int:
     """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     available = int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) * 1024
-    for group, limit, used, cache in _memory_groups(root):
-        try:
-            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
-            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            available = min(available, most - now + int(counts[cache]))
-        except (OSError, ValueError, KeyError):  # no limit, or not to be read
-            continue
-    return available
-
-
-def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the folder of every control group whose memory limit holds for this process, and three names.
-
-    They are the files of its limit and of what is used, and in its memory.stat the files' cache, which can be freed.
-    """
-    folder = root / "sys/fs/cgroup"
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
-        return
-    for line in lines:
+        groups = []
+    for line in groups:  # every control group whose limit holds for this process
         _, controllers, name = line.split(":", 2)
-        if not controllers:
-            top, names = folder, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = folder / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        top = root / "sys/fs/cgroup"
+        limit, used, cache = "memory.max", "memory.current", "inactive_file"
+        if "memory" in controllers.split(","):  # version 1
+            top /= "memory"
+            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif controllers:
             continue
-        group = Path(name.lstrip("/"))
-        for part in (group, *group.parents):
-            yield (top / part, *names)
+        own = Path(name.lstrip("/"))
+        for group in (top / own, *(top / parent for parent in own.parents)):
+            try:
+                most, now = (int((group / file).read_text(encoding="ascii")) for file in (limit, used))
+                counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                available = min(available, most - now + int(counts[cache]))  # the cache of files can be freed
+            except (OSError, ValueError, KeyError):  # no limit, or not to be read
+                continue
+    return available

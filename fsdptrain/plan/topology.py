@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Collection, Mapping
@@ -103,16 +104,13 @@ def find_topology(
     `check_announced` does.
     """
     gpus = visible_gpus(env, root)
-    device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     launch, launched = recipe.launch, find_launcher(env)
     if launched:
         check_agreement(recipe, launched, explicit)
     least, most = node_range(launch.nnodes)
     found = launched or Launched("", most, 0, endpoint=launch.rdzv_endpoint)
-    topology = Topology(
-        device,
-        found.nnodes,
-        found.nproc_per_node or _workers(recipe, found.nnodes, gpus or 2),
+    topology = dataclasses.replace(
+        topology_of_job(recipe, found.nnodes, gpus, found.nproc_per_node),
         joined=found.local_rank is not None,
         source=found.source,
         endpoint=found.endpoint,
@@ -184,31 +182,27 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridde
     Raises RecipeError for a `count` that does not fill whole nodes, or that contradicts the keys of `launch` that the
     command line sets, `overridden`; those of the file are replaced.
     """
-    device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
-    launch = recipe.launch
+    gpus = 0 if hardware.is_cpu else hardware.gpus_per_node
     if count is None:
-        least, most = node_range(launch.nnodes)
-        nproc = _workers(recipe, most, hardware.gpus_per_node)
-        return Topology(device, most, nproc, least_nnodes=least if least < most else None)
+        least, most = node_range(recipe.launch.nnodes)
+        return dataclasses.replace(topology_of_job(recipe, most, gpus), least_nnodes=least if least < most else None)
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
         raise RecipeError(
             f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
         )
     check_agreement(recipe, Launched(f"--hardware {count}x{hardware.name}", count // nproc, 0, nproc), overridden)
-    return Topology(device, count // nproc, nproc)
+    return topology_of_job(recipe, count // nproc, gpus, nproc)
 
 
-def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:
-    """Return the processes of a run as a job on `nnodes` nodes with `gpus_per_node` GPUs each (0: on the CPU)."""
-    device: Literal["cpu", "cuda"] = "cuda" if gpus_per_node else "cpu"
-    return Topology(device, nnodes, _workers(recipe, nnodes, gpus_per_node or 2))
+def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int, workers: int | None = None) -> Topology:
+    """Return the processes of a run on `nnodes` nodes with `gpus_per_node` GPUs each (0: on the CPU).
 
-
-def _workers(recipe: Recipe, nnodes: int, available: int) -> int:
-    """Return `launch.nproc_per_node`; for `auto` the devices `available`, if each gets at least one micro-batch."""
-    wanted, train = recipe.launch.nproc_per_node, recipe.train
-    if wanted != "auto":
-        return wanted
-    busy = train.global_batch_size * recipe.parallel.context // (train.micro_batch_size * nnodes)
-    return min(available, max(1, busy))
+    `workers` on each, else `launch.nproc_per_node`; for `auto` as many as GPUs (two on the CPU), if each gets at least
+    one micro-batch.
+    """
+    wanted, train = workers or recipe.launch.nproc_per_node, recipe.train
+    if wanted == "auto":
+        busy = train.global_batch_size * recipe.parallel.context // (train.micro_batch_size * nnodes)
+        wanted = min(gpus_per_node or 2, max(1, busy))
+    return Topology("cuda" if gpus_per_node else "cpu", nnodes, wanted)

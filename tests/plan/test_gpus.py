@@ -16,7 +16,6 @@ from support import ROOT, environment
 from fsdptrain.plan.gpus import (
     build_words,
     driver_version,
-    install_words,
     installed_gpus,
     unused_cards_note,
     visible_gpus,
@@ -60,15 +59,7 @@ def write_nvidia_smi(folder: Path, script: str) -> None:
         # A container: the driver lists all GPUs of the machine, and the device files are those that it may use.
         (["dev/nvidia3", "proc/driver/nvidia/gpus/a", "proc/driver/nvidia/gpus/b"], 1),
         # CUDA shows a process one MIG instance at most.
-        (
-            [
-                "dev/nvidia0",
-                "dev/nvidia1",
-                f"{CAPABILITIES}/gpu0/mig/gi1/access",
-                f"{CAPABILITIES}/gpu0/mig/gi1/ci0/access",
-            ],
-            1,
-        ),
+        (["dev/nvidia0", "dev/nvidia1", f"{CAPABILITIES}/gpu0/mig/gi1/ci0/access"], 1),
         (["dev/nvidia0", "dev/nvidia1", f"{CAPABILITIES}/mig/config"], 2),  # MIG is off
     ],
 )
@@ -188,22 +179,17 @@ def test_cards_without_a_driver_are_noted(
     [
         ("525.60.13", ["9.0"], "cu126"), ("569.1", ["7.5"], "cu126"), ("570.86.15", ["12.0"], "cu128"),
         ("610.1", ["7.5", "7.5"], "cu130"), ("580.65.06", ["7.0"], "cu126"), ("570.86.15", ["6.1"], "cu126"),
+        ("524.1", ["7.5"], None), ("580.65.06", ["3.7"], None),
         ("580.65.06", ["6.1", "12.0"], "cu130"), ("580.65.06", ["Field \"compute_cap\" is not a valid field"], "cu130"),
     ],
 )  # fmt: skip
 def test_every_driver_from_525_has_a_build_with_kernels_for_its_cards(
-    number: str, cards: list[str], index: str, tmp_path: Path
+    number: str, cards: list[str], index: str | None, tmp_path: Path
 ) -> None:
     write_nvidia_smi(tmp_path / "bin", "\n".join(f"echo '{card}'" for card in cards))
     said = build_words({"PATH": f"{tmp_path / 'bin'}:/bin"}, with_driver(tmp_path, number))
-    assert (
-        f"driver {number} and compute" in said
-        and f": pip install --index-url https://download.pytorch.org/whl/{index} " in said
-    )
-
-
-def test_cards_and_drivers_that_no_build_supports() -> None:
-    assert install_words(524, (7, 5)) is install_words(580, (3, 7)) is None
+    assert f"driver {number} and compute" in said
+    assert (f": pip install --index-url https://download.pytorch.org/whl/{index} " if index else "no build of") in said
 
 
 def shown_by_make(folder: Path, torch: tuple[str, str | None] | None, driver: str | None) -> str:

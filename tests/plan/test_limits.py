@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import environment, fsdptrain, write_recipe
+from support import environment, write_recipe
 
 from fsdptrain.cli import _claim
 from fsdptrain.config.reader import load
@@ -47,24 +47,34 @@ def pretend(
     monkeypatch.setattr("sysconfig.get_path", lambda name: include)
 
 
+ON = "train.compile=true"
+
+
 @pytest.mark.parametrize(
-    ("machine", "compiles", "says"),
+    ("nnodes", "overrides", "machine", "says", "noted"),
     [
-        ({"open_files": 600}, True, "may open 600 files, but each of 128 ranks needs 780: raise the hard limit"),
-        ({"programs": "g++"}, True, "there is no C compiler (gcc or clang, or CC): install gcc"),
-        ({"programs": "clang"}, True, ""),
-        ({"programs": "g++"}, False, ""),
-        ({"header": False}, True, "there is no Python.h"),
-        ({}, True, ""),
+        (16, [ON], {"open_files": 600}, "may open 600 files, but each of 128 ranks needs 780: raise the hard", False),
+        (1, [ON], {"programs": "g++"}, "there is no C compiler (gcc or clang, or CC): install gcc", False),
+        (1, [ON], {"programs": "clang"}, "", False),
+        (1, [ON], {"header": False}, "there is no Python.h", False),
+        (1, ["train.compile=false"], {"programs": ""}, "", False),
+        # auto does not compile then, on a node of its own: another one may have a compiler.
+        (1, [], {"programs": ""}, "", True),
+        (1, [], {"header": False}, "", True),
+        (1, [], {}, "", False),
+        (2, [], {"programs": ""}, "there is no C compiler", False),
     ],
 )
 def test_limits_with_which_no_worker_can_train(
-    machine: dict[str, Any], compiles: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_on(tmp_path, 16, "cuda", f"train.compile={compiles}")
+    nnodes: int, overrides: list[str], machine: Any, says: str, noted: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = plan_on(tmp_path, nnodes, "cuda", *overrides)
     pretend(monkeypatch, **machine)
     found = list(fatal_limits(plan))
     assert len(found) == bool(says) and says in "".join(map(str, found))
+    note = uncompiled_note(plan)
+    assert ("install gcc, g++ and python3-dev; without them" in (note or "")) == noted
 
 
 @pytest.mark.parametrize(
@@ -81,31 +91,6 @@ def test_compilers_are_found_as_triton_and_inductor_would_start_them(
     plan = plan_on(tmp_path, 1, device, "train.compile=true")
     pretend(monkeypatch, programs)
     assert bool(compile_fault(plan, env)) == fault
-
-
-@pytest.mark.parametrize(
-    ("nnodes", "overrides", "machine", "compiles"),
-    [
-        (1, [], {"programs": ""}, False),
-        (1, [], {"header": False}, False),
-        (1, [], {}, "auto"),
-        (1, ["train.compile=true"], {"programs": ""}, True),  # refused
-        (2, [], {"programs": ""}, "auto"),  # refused: another node may have a compiler
-    ],
-)
-def test_without_a_compiler_auto_does_not_compile_on_a_node_of_its_own(
-    nnodes: int,
-    overrides: list[str],
-    machine: dict[str, Any],
-    compiles: object,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = plan_on(tmp_path, nnodes, "cuda", *overrides)
-    pretend(monkeypatch, **machine)
-    assert bool(list(fatal_limits(plan))) == bool(machine and compiles)
-    note = uncompiled_note(plan)
-    assert (note is not None and "install gcc, g++ and python3-dev; without them" in note) == (not compiles)
 
 
 def test_what_is_run_is_planned_for_the_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +144,3 @@ def test_the_soft_limit_of_open_files_is_raised_and_a_hard_limit_is_refused(tmp_
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 2 and f"may open 128 files, but each of 2 ranks needs {needed}" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_names_a_missing_compiler(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__compile=True)
-    (tmp_path / "bin").mkdir()
-    done = fsdptrain("run", recipe, PATH=str(tmp_path / "bin"))
-    assert done.returncode == 2 and "train.compile: there is no C++ compiler (g++, or CXX): install" in done.stderr

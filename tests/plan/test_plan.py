@@ -1,4 +1,4 @@
-"""The plan: all arithmetic of a run, through JSON and back; every shipped recipe planned, and built without weights."""
+"""The plan: all arithmetic of a run, through JSON and back; every shipped recipe planned."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.launch.run_lock import check_inputs
-from fsdptrain.model.config import load_config
-from fsdptrain.model.skeleton import seed_of, skeleton
-from fsdptrain.model.units import units_of
+from fsdptrain.model.skeleton import seed_of
 from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, make_plan
 from fsdptrain.plan.topology import Topology, find_topology
 
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
-LAYERS = {
-    "llama2-7b-no-shard-4x80gb": 32, "llama2-13b-shard-grad-op-8x80gb": 40, "llama3.1-8b-full-shard-8xh100": 32,
-    "llama3.3-70b-full-shard-8xh100": 80, "llama3.3-70b-hybrid-shard-8x8": 80, "qwen3-8b-full-shard-8xh100": 36,
-    "shakespeare": 3, "toy-200m": 16,
-}  # fmt: skip
 
 
 def plan_of(path: Path, *overrides: str, **env: str) -> Plan:
@@ -38,7 +31,7 @@ def gpus(count: int) -> str:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
+def test_every_shipped_recipe_is_planned(path: Path) -> None:
     on_cpu = "--hardware" not in path.read_text()
     count = 4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
@@ -54,10 +47,6 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
     assert plan.topology.device == ("cpu" if on_cpu else "cuda")
     assert plan.compiles == (not on_cpu)  # train.compile: auto
     assert Plan.from_json(plan.to_json()) == plan
-    if path.stem in LAYERS:
-        config = load_config(plan, vocab_size=2)
-        units = units_of(skeleton(config, recipe.model), recipe.fsdp.wrap)
-        assert len([unit for unit in units if ".layers." in unit.name]) == LAYERS[path.stem]
 
 
 def test_a_plan_has_the_keys_of_the_recipe_and_is_read_again(tmp_path: Path) -> None:
@@ -109,6 +98,8 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Pa
         plan_of(recipe)
     with pytest.raises(RecipeError, match=r"fsdp\.shard_size: 2 does not divide 3 ranks; use one of 1, 3"):
         plan_of(recipe, "train.global_batch_size=6", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
+    with pytest.raises(RecipeError, match="3 workers, but only 2 GPUs"):
+        plan_of(recipe, CUDA_VISIBLE_DEVICES="0,1")
 
 
 def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) -> None:
@@ -132,25 +123,6 @@ def test_a_relative_path_is_searched_next_to_the_recipe(tmp_path: Path, monkeypa
     assert plan_of(recipe).data_path == str(here / "text.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("env", "wanted", "expected"),
-    [
-        ({}, "auto", Topology("cpu", 1, 2)),
-        ({"CUDA_VISIBLE_DEVICES": gpus(4)}, "auto", Topology("cuda", 1, 4)),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "auto", Topology("cpu", 1, 2)),
-        ({"CUDA_VISIBLE_DEVICES": gpus(4)}, 2, Topology("cuda", 1, 2)),
-        (
-            {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "x", "CUDA_VISIBLE_DEVICES": "0"},
-            "auto",
-            Topology("cuda", 2, 8, joined=True, source="torchrun", endpoint="x:29500"),
-        ),
-    ],
-)
-def test_topology(env: dict[str, str], wanted: Any, expected: Topology, tmp_path: Path) -> None:
-    recipe = load(write_recipe(tmp_path, launch={"nproc_per_node": wanted})).recipe
-    assert find_topology(recipe, env, root=tmp_path) == expected
-
-
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (2, 2), (8, 2)])
 @pytest.mark.parametrize("name", ["shakespeare", "gsm8k-sft", "speakers", "speakers-lora"])
 def test_the_small_recipes_run_on_any_number_of_gpus(name: str, count: int, workers: int, tmp_path: Path) -> None:
@@ -161,13 +133,6 @@ def test_the_small_recipes_run_on_any_number_of_gpus(name: str, count: int, work
     topology = find_topology(written.recipe, {}, root=tmp_path)
     assert topology == Topology("cuda", 1, workers)
     make_plan(written, topology)  # raises unless the global batch can be divided
-
-
-def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="3 workers, but only 2 GPUs"):
-        find_topology(
-            load(write_recipe(tmp_path, launch={"nproc_per_node": 3})).recipe, {"CUDA_VISIBLE_DEVICES": "0,1"}
-        )
 
 
 @pytest.mark.parametrize(
