@@ -43,7 +43,7 @@ from fsdptrain.processes import (
     threads_for,
     watch_parent,
 )
-from fsdptrain.run_folder.files import shipped, system_reason, write_atomically
+from fsdptrain.run_folder.files import shipped, system_reason, write_atomically, write_errors
 from fsdptrain.run_folder.records import json_safe
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import LIKE_A_URL
@@ -506,7 +506,7 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     target = Path(os.path.realpath(out))
     if os.path.lexists(target) and not target.is_dir():
         raise RecipeError(f"--out: {out} is a file; name a new folder")
-    with _write_errors_as_recipe_errors(out):
+    with write_errors(f"cannot write {out}"):
         if target.is_dir() and any(target.iterdir()):
             raise RecipeError(f"--out: {out} is not empty, and its files are not overwritten; name a new folder")
     if os.path.ismount(target):
@@ -557,15 +557,17 @@ def submit(
         print(target.note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
-        _check_fit(find_recipe(recipe, [*(overrides or []), *job.size_keys()]), card)
+        size = {"launch.nnodes": job.plan.topology.nnodes, "launch.nproc_per_node": job.plan.topology.nproc_per_node}
+        _check_fit(find_recipe(recipe, [*(overrides or []), *(f"{key}={value}" for key, value in size.items())]), card)
     else:
         print(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
             file=sys.stderr,
         )
     if not dry_run:
-        number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.root
-        text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\n{_next_command('status', run_dir)}\n"
+        number, rundir = jobs.submit_to_slurm(job, text), job.plan.rundir
+        log, then = f"{rundir.logs}/slurm-{number}.log", _next_command("status", rundir.root)
+        text = f"Slurm job {number}; its log: {log}\n{then}\n"
     print(text, end="")
 
 
@@ -626,7 +628,7 @@ def report(
     check_report(out)
     with _screen_beside_result() as screen, screen.busy("report"):
         opened = [_opened_run(run) for run in dict.fromkeys(runs)]
-        with _write_errors_as_recipe_errors(out):
+        with write_errors(f"cannot write {out}"):
             notes = write_report(opened, out)
     for note in notes:
         print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
@@ -795,7 +797,7 @@ def init(
 
 
 def _write_new(dest: Path, text: str) -> None:
-    with _write_errors_as_recipe_errors(dest):
+    with write_errors(f"cannot write {dest}"):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
@@ -835,17 +837,6 @@ def copy_recipe(
     for path, target in copies.items():
         _write_new(target, path.read_text(encoding="utf-8"))
         print(target)
-
-
-@contextlib.contextmanager
-def _write_errors_as_recipe_errors(dest: Path) -> Iterator[None]:
-    """Raise RecipeError if a file named on the command line cannot be written; `main` handles a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
 def find_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:

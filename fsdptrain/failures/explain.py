@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdptrain.errors import (
     FsdptrainError,
@@ -141,60 +141,40 @@ def _plural(where: str) -> str:
     return text.replace("it is stopped, or its", "they are stopped, or their").replace("its report", "their reports")
 
 
-Recorded = Mapping[str, Any]  # backend → dump of its recorder
-
-
-class Call(NamedTuple):
-    """A collective that a rank has entered: its number in its group, its name, and when it was entered."""
-
-    number: int
-    name: str
-    at_ns: int
-    done: bool
-    side: bool  # in the group beside the training loop
-
-
-def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int], hosts: Sequence[str] = ()) -> str:
+def waited_for(recorded: Mapping[int, Mapping[str, Any]], silent: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Return one sentence on the collective that the run waits for; "" if no rank has entered one that is not done.
 
-    `recorded` is rank → dumps; `silent` are the ranks that have not reported; `hosts` are the host names of all ranks,
-    if they are known. A group of the training loop comes first: a save under way waits for a rank that is lost as well,
-    and may have begun to do so earlier. Then the earliest comes first: it is the cause of the others.
+    `recorded` is rank → backend → dump; `silent` are the ranks that have not reported; `hosts` are the host names of
+    all ranks, if they are known. A group of the training loop comes first: a save under way waits for a rank that is
+    lost as well, and may have begun to do so earlier. Then the earliest comes first: it is the cause of the others.
     """
-    groups: dict[tuple[str, str], dict[int, list[Call]]] = {}  # of ranks: what each of them has entered there
+    groups: dict[tuple[str, str], dict[int, list[Record]]] = {}  # of ranks: what each of them has entered there
     for rank, dumps in recorded.items():
         for backend, dump in dumps.items():
             for entry in dump.get("entries", []):
-                if entry["is_p2p"]:  # sends and receives have numbers of their own
-                    continue
-                done = entry["retired"] or entry["state"] == "completed"
-                call = Call(
-                    entry["collective_seq_id"], entry["collective"], entry["time_created_ns"], done, entry["side"]
-                )
-                groups.setdefault((backend, entry["process_group"][0]), {}).setdefault(rank, []).append(call)
-    found = [each for calls in groups.values() if (each := _explain(calls, silent, hosts))]
-    return min(found)[2] if found else ""
-
-
-def _explain(
-    calls: Mapping[int, Sequence[Call]], silent: Sequence[int], hosts: Sequence[str]
-) -> tuple[bool, int, str] | None:
-    """Return a sentence on the first collective of a group that is not done; None if all are done.
-
-    In front of it is what orders the sentences of several groups.
-    """
-    open_calls = [call for of_rank in calls.values() for call in of_rank if not call.done]
-    if not open_calls:
-        return None
-    # An asynchronous rank has entered many collectives behind the one that it waits for.
-    first = min(open_calls, key=lambda call: (call.number, call.at_ns))
-    name, _, unit = first.name.partition(" of ")
-    what = f"{name} #{first.number}" + (f" of {unit}" if unit else "")
-    absent = [rank for rank, of_rank in calls.items() if max(call.number for call in of_rank) < first.number]
-    if absent:
-        return first.side, first.at_ns, f"{ranks_text(absent, hosts)} never entered {what}"
+                if not entry["is_p2p"]:  # sends and receives have numbers of their own
+                    groups.setdefault((backend, entry["process_group"][0]), {}).setdefault(rank, []).append(entry)
+    # Of a group the lowest number: an asynchronous rank has entered many collectives behind the one that it waits for.
+    waiting = [
+        (min(pending, key=lambda entry: (entry["collective_seq_id"], entry["time_created_ns"])), of_ranks)
+        for of_ranks in groups.values()
+        if (pending := [entry for entries in of_ranks.values() for entry in entries if not is_done(entry)])
+    ]
+    if not waiting:
+        return ""
+    first, of_ranks = min(waiting, key=lambda each: (each[0]["side"], each[0]["time_created_ns"]))
+    number, (name, _, unit) = first["collective_seq_id"], first["collective"].partition(" of ")
+    what = f"{name} #{number}" + (f" of {unit}" if unit else "")
+    last = {rank: max(entry["collective_seq_id"] for entry in entries) for rank, entries in of_ranks.items()}
+    if absent := [rank for rank in last if last[rank] < number]:
+        return f"{ranks_text(absent, hosts)} never entered {what}"
     if silent:
-        return first.side, first.at_ns, f"the other ranks wait for {ranks_text(silent, hosts)} in {what}"
-    between = hosts_of([*calls], hosts)
+        return f"the other ranks wait for {ranks_text(silent, hosts)} in {what}"
+    between = hosts_of([*last], hosts)
     suspects = f"a GPU or the network of {listed(between, 4)}" if len(between) > 1 else "the network or a GPU"
-    return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect {suspects}"
+    return f"all ranks entered {what}, but it did not complete: suspect {suspects}"
+
+
+def is_done(entry: Record) -> bool:
+    """Return whether a collective of a recorder has completed."""
+    return bool(entry["retired"] or entry["state"] == "completed")

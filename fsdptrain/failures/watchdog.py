@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain.errors import Stopped, WorkerLost, own_frame
-from fsdptrain.failures.explain import heartbeat_s
+from fsdptrain.failures.explain import heartbeat_s, is_done
 from fsdptrain.parallel.patches import ISSUED, collective_of, named, recorded_collectives
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.files import open_to_append, write_atomically
@@ -199,7 +199,7 @@ def last_collectives(count: int = 40) -> str:
             entry
             for group in groups.values()
             for place, entry in enumerate(group)
-            if len(group) - place <= count or not (entry["retired"] or entry["state"] == "completed")
+            if len(group) - place <= count or not is_done(entry)
         ]
         newest[backend] = {**dump, "entries": kept}
     return json.dumps(newest, indent=1)

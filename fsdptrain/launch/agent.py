@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, KernelFailed, RecipeError, WorkerLost, to_record
 from fsdptrain.failures.translate import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
-from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end, unused_port
 from fsdptrain.plan.plan import Plan, read_plan
@@ -44,6 +43,7 @@ from fsdptrain.run_folder.files import scratch_folder
 WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validation.node_check"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
+POLL_S = 0.1  # between two looks at the workers
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
 
 
@@ -187,11 +187,13 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
         "versions": plan.versions, "host": socket.gethostname(),
     }  # fmt: skip
+
+    def report(record: dict[str, Any]) -> None:
+        tell(pipe, record | ({"before": plan.rundir.newest_attempt()} if "nodes" in record else {}))
+
     register_rendezvous(
-        on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node, "before": plan.rundir.newest_attempt()}),
+        report,
         on_waiting=lambda: _signal_workers(JOIN_SIGNAL),  # again and again: a worker ignores it while it imports
-        on_others=lambda: tell(pipe, {"others": True}),
-        on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
         meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
         run=json.dumps(run if worker == WORKERS["train"] else {"digest": worker}),

@@ -37,15 +37,13 @@ from fsdptrain.errors import (
     RecipeError,
     StorageError,
     Unreadable,
-    disk_full_error,
-    is_disk_full,
     listed,
 )
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
+from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically, write_errors
 from fsdptrain.run_folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.run_folder.rundir import MARK, RunDir
-from fsdptrain.run_folder.storage import PROBE, URL, Location
+from fsdptrain.run_folder.storage import PROBE, URL
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES: tuple[str, ...] = (
@@ -83,7 +81,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         return
     _check_access(rundir)
     # The mark makes the folder one of fsdptrain's, and is what is locked.
-    with _os_errors_as_recipe_errors(rundir):
+    with write_errors(f"output_dir: cannot write to {rundir.root}"):
         rundir.root.mkdir(parents=True, exist_ok=True)
         write_mark(rundir.root)
     with _locked(rundir, plan) as first:
@@ -95,9 +93,9 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
             _check_places(plan, rundir)
             place = rundir.checkpoint_folder or rundir.checkpoint_store
             if place and marked_run(place) != str(rundir.root):
-                with _os_errors_as_recipe_errors(rundir, place):
+                with write_errors(f"checkpoint.path: cannot write to {place}"):
                     mark_checkpoints(place, str(rundir.root))
-            with _os_errors_as_recipe_errors(rundir):
+            with write_errors(f"output_dir: cannot write to {rundir.root}"):
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())
         elif not earlier.finished:
@@ -145,7 +143,7 @@ def _check_places(plan: Plan, rundir: RunDir) -> None:
     """
     root = rundir.root
     _check_path(root, "output_dir")
-    with _os_errors_as_recipe_errors(rundir):
+    with write_errors(f"output_dir: cannot write to {rundir.root}"):
         entries = _names_in(root)
     if entries and not is_marked(root):
         raise RecipeError(
@@ -191,7 +189,7 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     place = rundir.checkpoint_folder or rundir.checkpoint_store
     if place is None:
         return
-    with _os_errors_as_recipe_errors(rundir, place):
+    with write_errors(f"checkpoint.path: cannot write to {place}"):
         names, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
     entries = [name for name in names if name != PROBE]
     is_own, steps = owner == str(rundir.root), rundir.checkpoint_steps()
@@ -296,7 +294,7 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
             node = [socket.gethostname()]
             with contextlib.suppress(OSError):  # not Linux
                 node += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
-            if not _try_lock(stack, rundir, rundir.logs / f"lock-{'-'.join(node)}"):
+            if not lock_run(stack, rundir, rundir.logs / f"lock-{'-'.join(node)}"):
                 raise FolderInUse(f"output_dir: another run is using {rundir.root} on this machine")
         first = lock_run(stack, rundir)
         if not first and not several:
@@ -304,15 +302,11 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
         yield first
 
 
-def lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
-    """Lock a run, by its mark, until the end of `stack`; return whether no other process had locked it."""
-    return _try_lock(stack, rundir, rundir.mark)
-
-
-def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
-    with _os_errors_as_recipe_errors(rundir):
+def lock_run(stack: contextlib.ExitStack, rundir: RunDir, path: Path | None = None) -> bool:
+    """Lock a run until the end of `stack`, by its mark or another file; return whether no other process had done so."""
+    with write_errors(f"output_dir: cannot write to {rundir.root}"):
         rundir.logs.mkdir(exist_ok=True)
-        descriptor = try_lock(path)
+        descriptor = try_lock(path or rundir.mark)
     if descriptor is not None:
         stack.callback(os.close, descriptor)
     return descriptor is not None
@@ -341,15 +335,3 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
         f"versions, see the output of the first, and stop other runs there; if ls {rundir.root} shows other files on "
         "other hosts, choose a folder that all hosts share"
     )
-
-
-@contextlib.contextmanager
-def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = None) -> Iterator[None]:
-    """Raise RecipeError for an error of the system with the run folder, or with the folder in checkpoint.path."""
-    try:
-        yield
-    except OSError as error:
-        if is_disk_full(error):
-            raise disk_full_error(error) from None
-        field = "checkpoint.path" if checkpoints else "output_dir"
-        raise RecipeError(f"{field}: cannot write to {checkpoints or rundir.root}: {error.strerror}") from None

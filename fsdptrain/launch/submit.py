@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.reader import LoadedRecipe
@@ -34,8 +34,7 @@ FIXED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A run on other machines: its plan there, and the command that runs it.
 
     Every node has `gpus_per_node` GPUs; 0: it trains on the CPU.
@@ -44,16 +43,6 @@ class Job:
     plan: Plan
     command: list[str]
     gpus_per_node: int
-
-    @property
-    def logs(self) -> Path:
-        """The folder for the output of the job."""
-        return self.plan.rundir.logs
-
-    def size_keys(self) -> list[str]:
-        """Return the overrides that give any plan the size of this job."""
-        topology = self.plan.topology
-        return [f"launch.nnodes={topology.nnodes}", f"launch.nproc_per_node={topology.nproc_per_node}"]
 
 
 def gpus_of_node(choice: HardwareChoice | None, given: int | None) -> int:
@@ -104,7 +93,7 @@ def slurm_script(job: Job, more: Sequence[str] = (), own: Mapping[str, str | Non
             options[match[1]] = match[2]
     options |= {"--job-name": job.plan.recipe.name, "--nodes": str(job.plan.topology.nnodes)}
     options |= {"--gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None}
-    options |= {"--output": str(job.logs).replace("%", "%%") + "/slurm-%j.log"}
+    options |= {"--output": str(job.plan.rundir.logs).replace("%", "%%") + "/slurm-%j.log"}
     options |= own or {}
     given = parse_options(more)
     if any(name.startswith(("--cpus-per-", "--mem")) for name in given):  # else the job has whole nodes
@@ -150,9 +139,10 @@ def submit_to_slurm(job: Job, script: str) -> str:
             "there is no sbatch on this machine: --dry-run prints the script for Slurm; for other clusters and clouds, "
             "take a file of `fsdptrain recipes list` (docs/clouds.md)"
         )
-    job.logs.parent.mkdir(parents=True, exist_ok=True)
-    write_mark(job.logs.parent)
-    job.logs.mkdir(exist_ok=True)
+    rundir = job.plan.rundir
+    rundir.root.mkdir(parents=True, exist_ok=True)
+    write_mark(rundir.root)
+    rundir.logs.mkdir(exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RecipeError(f"sbatch refused the job: {done.stderr.strip()}")

@@ -6,7 +6,7 @@ a node that comes now waits until the workers exit: after a checkpoint (`on_wait
 
 A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the
 TCPStore. If it hosts that, it stays until all others have read the reason. A fixed number of nodes cannot meet then, so
-those that wait end (`on_refused`). The TCPStore ends with them, so no later attempt reads it.
+those that wait end (`refused`). The TCPStore ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
 LEAVE_S = 5.0  # how long a node that knows of a refusal stays, so that all can read it: it may host the TCPStore
 RUN_KEY = "fsdptrain/run"  # under which the first node leaves what it runs
+REFUSED_KEY = "fsdptrain/refused"  # before the name of a meeting
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
@@ -47,9 +48,8 @@ class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
 
     met: threading.Event
-    on_met: Callable[[int, int], None]
+    report: Callable[[dict[str, Any]], None]
     on_waiting: Callable[[], None]
-    on_others: Callable[[], None]
 
     def __init__(self, node: Any, *others: Any) -> None:
         """`node` is torch's description of this one, the same for containers with equal host names and processes."""
@@ -70,10 +70,10 @@ class Rendezvous(DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if not self._state_holder.state.complete:  # it is, until the last of them is lost or ends
                     raise
-                self.on_others()
+                self.report({"others": True})
             else:
                 self.met.set()
-                self.on_met(found.rank, found.world_size)
+                self.report({"node": found.rank, "nodes": found.world_size})
                 return found
 
     def num_nodes_waiting(self) -> int:
@@ -85,36 +85,31 @@ class Rendezvous(DynamicRendezvousHandler):
 
 
 def register_rendezvous(
-    on_met: Callable[[int, int], None],
-    on_waiting: Callable[[], None],
-    on_others: Callable[[], None],
-    on_refused: Callable[[dict[str, str]], None] = lambda refusal: None,
-    meeting: str = "",
-    run: str = "{}",
+    report: Callable[[dict[str, Any]], None], on_waiting: Callable[[], None], meeting: str = "", run: str = "{}"
 ) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
-    `on_met` is called with the number of this node and of all nodes, `on_waiting` again and again while the workers run
-    and another node waits, `on_others` when this node has waited for ten minutes while others train, `on_refused` from
-    a thread, with the record of a node that was refused in the same `meeting`. `run` is as in `check_run`.
+    `report` gets `{node, nodes}`, the number of this node and of all, when they have met; `{others}` when this node has
+    waited for ten minutes while others train; from a thread, `{refused}`, the record of a node that was refused in the
+    same `meeting`. `on_waiting` is called again and again while the workers run and another node waits. `run` is as in
+    `check_run`.
     """
 
     def create(wanted: RendezvousParameters) -> RendezvousHandler:
         backend, tcp_store = create_backend(wanted)
-        key, nodes = _refusal_key(meeting), wanted.max_nodes
+        key, nodes = f"{REFUSED_KEY}/{meeting}", wanted.max_nodes
         can_meet_without = wanted.min_nodes < nodes
         check_run(
             tcp_store, run, wanted.endpoint,
-            lambda refusal: None if can_meet_without else _tell(tcp_store, key, nodes, refusal, LEAVE_S),
+            lambda refusal: None if can_meet_without else _leave_together(tcp_store, key, nodes, LEAVE_S, refusal),
         )  # fmt: skip
         timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
         handler = Rendezvous.from_backend(
             wanted.run_id, tcp_store, backend, wanted.min_nodes, nodes, wanted.local_addr, timeout
         )
-        handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
-        handler.met = threading.Event()
+        handler.report, handler.on_waiting, handler.met = report, on_waiting, threading.Event()
         if not can_meet_without:
-            listening = (tcp_store, key, nodes, handler.met, on_refused)
+            listening = (tcp_store, key, nodes, handler)
             threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
         return handler
 
@@ -142,21 +137,15 @@ def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[di
     raise error
 
 
-def _refusal_key(meeting: str) -> str:
-    return f"fsdptrain/refused/{meeting}"
-
-
-def _listen(
-    tcp_store: dist.Store, key: str, nodes: int, met: threading.Event, on_refused: Callable[[dict[str, str]], None]
-) -> None:
+def _listen(tcp_store: dist.Store, key: str, nodes: int, handler: Rendezvous) -> None:
     """Look for the refusal of another node until this one has met the others, or their TCPStore is lost."""
     with contextlib.suppress(dist.DistError):
         while not tcp_store.check([key]):
-            if met.wait(LISTEN_S):
+            if handler.met.wait(LISTEN_S):
                 return
         refusal = json.loads(tcp_store.get(key))
         _leave_together(tcp_store, key, nodes, LEAVE_S)
-        on_refused(refusal)
+        handler.report({"refused": refusal})
 
 
 def tell_refusal(
@@ -171,17 +160,18 @@ def tell_refusal(
     wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
     with contextlib.suppress(dist.DistError, RendezvousError):  # no node waits there
         _, tcp_store = create_backend(wanted)
-        _tell(tcp_store, _refusal_key(meeting), nodes, refusal, within_s)
+        _leave_together(tcp_store, f"{REFUSED_KEY}/{meeting}", nodes, within_s, refusal)
 
 
-def _tell(tcp_store: dist.Store, key: str, nodes: int, refusal: dict[str, str], within_s: float) -> None:
-    """Leave a refusal in the TCPStore, and wait until all nodes know of it, at most `within_s` seconds."""
-    tcp_store.set(key, json.dumps(refusal))
-    _leave_together(tcp_store, key, nodes, within_s)
+def _leave_together(
+    tcp_store: dist.Store, key: str, nodes: int, within_s: float, refusal: dict[str, str] | None = None
+) -> None:
+    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the TCPStore.
 
-
-def _leave_together(tcp_store: dist.Store, key: str, nodes: int, within_s: float) -> None:
-    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the TCPStore."""
+    The node that was refused leaves its `refusal` there before.
+    """
+    if refusal:
+        tcp_store.set(key, json.dumps(refusal))
     known, end = tcp_store.add(f"{key}/known", 1), time.monotonic() + within_s
     with contextlib.suppress(dist.DistError):  # the node that hosts it has left
         while known < nodes and time.monotonic() < end:

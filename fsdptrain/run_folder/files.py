@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fsdptrain.errors import StorageError, first_line
+from fsdptrain.errors import RecipeError, StorageError, disk_full_error, first_line, is_disk_full
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
 
@@ -42,6 +42,20 @@ def system_errors(path: object) -> Iterator[None]:
         if error.errno == errno.ENAMETOOLONG:  # no file can have this name
             raise FileNotFoundError(error.errno, error.strerror, place) from None
         raise StorageError(f"{place} cannot be read: {system_reason(error)}; nothing was renamed or removed") from error
+
+
+@contextlib.contextmanager
+def write_errors(what: str) -> Iterator[None]:
+    """Raise RecipeError for an error of the system with a place that the user has named; a full disk is no such error.
+
+    `what` begins the message: `output_dir: cannot write to PLACE`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full_error(error) from None
+        raise RecipeError(f"{what}: {error.strerror}") from None
 
 
 def system_reason(error: OSError) -> str:

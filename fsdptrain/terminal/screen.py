@@ -169,8 +169,11 @@ class Screen:
         step = record["step"]
         if not self.live or self._is_line_due("eval", step, self._total_steps(step)):
             sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
+            quality = f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
+            if "perplexity" in record:
+                quality = f"perplexity {record['perplexity']:.2f}"
             self.say(
-                f"eval at step {step}: loss {record['loss']:.4f}  {_quality(record)}  "
+                f"eval at step {step}: loss {record['loss']:.4f}  {quality}  "
                 f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)
             )
         if not self.state.step_times:
@@ -246,12 +249,6 @@ class Screen:
     def paste(self, text: str) -> None:
         """Print lines that can be pasted elsewhere: a terminal breaks long ones, which adds no line breaks."""
         self.console.print(Text(f"\n{text}"), soft_wrap=True)
-
-
-def _quality(record: Record) -> str:
-    if "perplexity" in record:
-        return f"perplexity {record['perplexity']:.2f}"
-    return f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
 
 
 def _comparison_text(compared: list[Record]) -> str:

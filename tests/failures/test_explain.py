@@ -55,13 +55,6 @@ def recorder(
     return {"nccl": {"entries": named(entries, [] if description == SIDE else notes)}}
 
 
-def test_collectives_get_the_names_of_their_units() -> None:
-    assert [entry["collective"] for entry in named(SAMPLE, NOTES)] == [
-        "all-gather", "all-gather of model.layers.6", "all-gather of model.layers.7",
-        "reduce-scatter of model.layers.7",
-    ]  # fmt: skip
-
-
 def test_a_unit_is_named_only_for_its_group_number_and_kind() -> None:
     beside = {**SAMPLE[1], "process_group": ["1", SIDE]}
     other_kind = {**SAMPLE[3], "collective_seq_id": 731}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support import wait_until
 
 from fsdptrain.errors import DataError, Stopped
 from fsdptrain.failures import watchdog
@@ -57,9 +58,7 @@ def test_a_node_that_is_lost_is_named_by_all_others(how: str, heartbeats: list[t
         own.__enter__()
     time.sleep(0.2)
     leave(heartbeats[1][0], DataError("no rows") if how == "fails" else Stopped("it gets no further"))
-    end = time.monotonic() + 20
-    while not (heartbeats[0][1] and heartbeats[2][1]) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: heartbeats[0][1] and heartbeats[2][1], "node 1 was not missed")
     messages = [lost for _, lost in heartbeats]
     assert not messages[1] and all("node 1 (" in text for lost in (messages[0], messages[2]) for text in lost)
     assert [len(lost) for lost in messages] == [1, 0, 1]
@@ -74,9 +73,7 @@ def test_a_failure_of_another_worker_is_known_to_all_other_nodes(
         heartbeats[node][0].__enter__()
     second, lost = new_heartbeat(1 * WORKERS + 1, monkeypatch)
     leave(second.__enter__(), DataError("no rows"))
-    end = time.monotonic() + 20
-    while not (heartbeats[0][1] and heartbeats[2][1]) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: heartbeats[0][1] and heartbeats[2][1], "node 1 was not missed")
     assert [len(messages) for _, messages in heartbeats] == [1, 0, 1]
     assert not lost and all(f"node 1 ({socket.gethostname()}) stopped" in heartbeats[node][1][0] for node in (0, 2))
     if first != "is importing":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fsdptrain, write_recipe
+from support import fsdptrain, wait_until, write_recipe
 
 from fsdptrain.cli import find_recipe
 from fsdptrain.errors import RecipeError
@@ -47,12 +47,6 @@ def job_of(tmp: Path, *overrides: str, nodes: int | None = 2, gpus: int = 4, **c
     return prepare_job(str(recipe), find_recipe(str(recipe), list(overrides)), overrides, nodes, gpus)
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
 def run_script(
     tmp: Path, code: int, send: signal.Signals | None = None, age_s: int = 100, record: str = RUNNING
 ) -> tuple[int, list[str]]:
@@ -70,11 +64,12 @@ def run_script(
     calls.unlink(missing_ok=True)
     with (tmp / "log").open("a") as log:
         process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True, stdout=log)
-    wait_until(calls.exists, 30)
+    wait_until(calls.exists, "srun did not start")
     if send == signal.SIGUSR1:  # Slurm sends it to the script alone, and long after the start of srun
         while "USR1" not in calls.read_text() and time.monotonic() < end:
             process.send_signal(send)  # again, if the script did not know srun yet
-            wait_until(lambda: "USR1" in calls.read_text(), 3)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: "USR1" in calls.read_text(), "no signal came", 3)
     elif send:
         os.killpg(process.pid, send)  # scancel sends it to every process
     try:

@@ -44,7 +44,14 @@ def waiting(met: Places, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
     monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
-    register_rendezvous(lambda *place: met.append(place), lambda: found.append("waits"), lambda: found.append("others"))
+
+    def report(record: dict[str, Any]) -> None:
+        if "nodes" in record:
+            met.append((record["node"], record["nodes"]))
+        else:
+            found.extend(record)
+
+    register_rendezvous(report, lambda: found.append("waits"))
     return found
 
 
@@ -104,9 +111,9 @@ REFUSAL = {"host": "n2", "type": "DataError", "message": "data.path: rows.jsonl 
 
 @pytest.mark.parametrize("refused", ["the first node", "another node", "all nodes"])
 def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[dict[str, str]] = []
+    heard: list[dict[str, Any]] = []
     monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
-    register_rendezvous(lambda *place: None, lambda: None, lambda: None, heard.append, "Slurm job 7")
+    register_rendezvous(heard.append, lambda: None, "Slurm job 7")
     endpoint, waiting = free_endpoint(), {"the first node": (1, 2), "another node": (0, 1), "all nodes": ()}[refused]
 
     def wait_at(number: int) -> None:
@@ -126,31 +133,27 @@ def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch
         for each in nodes:
             each.result()
         assert time.monotonic() - started < 30  # nobody waits for the 60 s in which others might come
-    assert heard == [REFUSAL] * len(waiting)
+    assert heard == [{"refused": REFUSAL}] * len(waiting)
 
 
-def described(endpoint: str, **changes: Any) -> Rendezvous:
+def described(endpoint: str, least: int = 1, heard: Any = None, **changes: Any) -> RendezvousHandler:
+    """Return a node of a run that has this description, with the records of refused nodes in `heard`."""
     run = {"digest": "d", "name": "one", "output_dir": "/runs/one", "host": "n1", "versions": {"torch": "2.12"}}
     rendezvous.rendezvous_handler_registry._registry.clear()
-    register_rendezvous(lambda *_: None, lambda: None, lambda: None, run=json.dumps(run | changes))
-    return node(endpoint)
+    hear = (heard if heard is not None else []).append
+    register_rendezvous(hear, lambda: None, "one", json.dumps(run | changes))
+    return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", least, 2, "127.0.0.1"))
 
 
 def test_nodes_of_different_runs_do_not_meet_and_each_difference_has_its_name(waiting: list[str]) -> None:
     endpoint = free_endpoint()
     first = described(endpoint)
-    assert isinstance(described(endpoint, host="n2"), Rendezvous)
-    for changes, says in {
-        "other run": (
-            {"name": "two"},
-            "n1 has started the run one in /runs/one at this meeting place: use another port",
-        ),
-        "versions": (
-            {"versions": {"torch": "2.13"}},
-            r"n1 has other versions \(torch 2.12, here 2.13\): install the same",
-        ),
-        "plan": ({}, "n1 has another plan: start the same command on all nodes"),
-    }.values():
+    assert isinstance(first, Rendezvous) and isinstance(described(endpoint, host="n2"), Rendezvous)
+    for says, changes in {
+        "n1 has started the run one in /runs/one at this meeting place: use another port": {"name": "two"},
+        r"n1 has other versions \(torch 2.12, here 2.13\): install the same": {"versions": {"torch": "2.13"}},
+        "n1 has another plan: start the same command on all nodes": {},
+    }.items():
         with pytest.raises(RecipeError, match=says):
             described(endpoint, digest="e", host="n2", **changes)
     with pytest.raises(RecipeError, match="n1 has started the run one"):  # validate --here
@@ -159,25 +162,18 @@ def test_nodes_of_different_runs_do_not_meet_and_each_difference_has_its_name(wa
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_nodes_that_wait_hear_that_another_has_another_plan(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[dict[str, str]] = []
+    heard: list[dict[str, Any]] = []
     monkeypatch.setattr(rendezvous, "LEAVE_S", 2.0)
     monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
     endpoint = free_endpoint()
-
-    def come(digest: str, host: str, said: list[dict[str, str]]) -> RendezvousHandler:
-        run = {"digest": digest, "name": "one", "output_dir": "/runs/one", "host": host, "versions": {}}
-        rendezvous.rendezvous_handler_registry._registry.clear()
-        register_rendezvous(lambda *_: None, lambda: None, lambda: None, said.append, "one", json.dumps(run))
-        return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", least, 2, "127.0.0.1"))
-
-    first = come("d", "n1", heard)  # as long as it is there, so is its TCPStore
+    first = described(endpoint, least, heard)  # as long as it is there, so is its TCPStore
     with pytest.raises(RecipeError, match="n1 has another plan") as refused:
-        come("e", "n2", [])
+        described(endpoint, least, digest="e", host="n2")
     end = time.monotonic() + (10 if least == 2 else 1)
     while not heard and time.monotonic() < end:
         time.sleep(0.1)
     told = {"host": "n2", "type": "RecipeError", "message": str(refused.value)}
-    assert heard == ([told] if least == 2 else [])  # of a range of nodes, the others meet without it
+    assert heard == ([{"refused": told}] if least == 2 else [])  # of a range of nodes, the others meet without it
     first.shutdown()
 
 
