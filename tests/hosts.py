@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from injection import holder
+
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
 NAMESPACES = ("--mount", "--net", "--uts", "--pid")
 HEADER_BYTES = 14 + 20 + 32  # of Ethernet, IPv4, and TCP with timestamps
@@ -139,20 +141,8 @@ def switched_hosts(folder: Path, count: int) -> Iterator[list[Host]]:
 @contextlib.contextmanager
 def namespaces(script: str) -> Iterator[int]:
     """Make namespaces, set up by a shell script; yield their first process, with which all others in them end."""
-    with_this_process = ["setpriv", "--pdeathsig", "KILL"]  # else they would outlive a test session that is killed
-    unshare = [*with_this_process, "unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
-    process = subprocess.Popen(
-        [*unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n", script
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        yield int(children)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    with holder(*NAMESPACES, "--fork", "--kill-child", "--mount-proc", script=script) as made:
+        yield int(Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text())
 
 
 def inside(pid: int) -> list[str]:

@@ -142,8 +142,9 @@ def holder(*unshare: str, script: str) -> Iterator[Inside]:
 
     Raises PermissionError with the system's message if this machine does not allow it.
     """
+    with_this_process = ["setpriv", "--pdeathsig", "KILL"]  # else they would outlive a test session that is killed
     process = subprocess.Popen(
-        ["unshare", *unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"],
+        [*with_this_process, "unshare", *unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hosts
-from support import environment
+from support import environment, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 
@@ -116,16 +116,10 @@ def private_slurm(folder: Path) -> Iterator[Slurm]:
             stack.callback(process.kill)
 
         start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge)
-        wait_for((folder / "munge" / "socket").exists)
+        wait_until((folder / "munge" / "socket").exists, f"munge did not start: see {folder}")
         start("slurmctld", "slurmctld", "-D")
         for node in nodes:
             start(node.name, "slurmd", "-D", "-N", node.name, on=node)
-        wait_for(lambda: slurm.run("sinfo", "--noheader", "--format=%T").stdout.split() == ["idle"])
+        idle = lambda: slurm.run("sinfo", "--noheader", "--format=%T").stdout.split() == ["idle"]  # noqa: E731
+        wait_until(idle, f"Slurm did not start: see the logs in {folder}")
         yield slurm
-
-
-def wait_for(condition: object, timeout: float = 60) -> None:
-    end = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "Slurm did not start: see the logs in its folder"
-        time.sleep(0.1)

@@ -226,10 +226,13 @@ def send_all(number: signal.Signals, processes: Iterable[int]) -> None:
             os.kill(pid, number)
 
 
+def wait_until(happened: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Wait until something has happened; fail with what did not after so many seconds."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"{what} within {seconds:g} s"
+        time.sleep(0.02)
+
+
 def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if (run / "metrics.jsonl").exists() and any(e["step"] >= step for e in events(run, "step")):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no step {step} within {timeout} s")
+    wait_until(lambda: any(e["step"] >= step for e in events(run, "step")), f"no step {step}", timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shlex
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
-from support import ROOT, SHAKESPEARE, environment, events, fsdptrain, wait_for_step
+from support import SHAKESPEARE, environment, events, fsdptrain, wait_for_step, wait_until
 
 from fsdptrain import processes
 from fsdptrain.config.reader import load
@@ -34,23 +36,63 @@ from fsdptrain.text import printable
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
 FSDPTRAIN = ("-m", "fsdptrain")
+PR_SET_CHILD_SUBREAPER = 36
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *FSDPTRAIN)
 
 
-def kill_and_watch(run: Path, moment: str, victim: str, *words: object) -> dict[str, Any]:
-    """Start `python words` below a subreaper and kill one of its processes; return what was left, and for how long."""
-    command = [sys.executable, str(ROOT / "tests" / "subreaper.py"), str(run), moment, victim]
-    done = subprocess.run(
-        [*command, sys.executable, *map(str, words)],
-        capture_output=True, text=True, timeout=180, env=environment(), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+def processes_of(run: Path) -> dict[psutil.Process, str]:
+    """Return the processes of a command, other than zombies → command line and name; a forked worker has a name only.
+
+    They have the variable MARK of the command.
+    """
+    found = {}
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get("MARK") == str(run):
+                found[process] = f"{' '.join(process.cmdline())} [{process.name()}]"
+    return found
 
 
-def check_killed(tmp: Path, moment: str, victim: str, start: Sequence[str] = FSDPTRAIN) -> None:
-    found = kill_and_watch(tmp / "run", moment, victim, *start, "run", small_recipe(tmp, train__steps=5000))
-    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+def process_of(run: Path, part: str, command: subprocess.Popen[bytes]) -> psutil.Process:
+    """Wait for a process of a command with this text in its command line or name."""
+    while command.poll() is None:
+        for process, words in processes_of(run).items():
+            if part in words:
+                return process
+        time.sleep(0.01)
+    raise AssertionError(f"the command ended before a process {part!r} started")
+
+
+def check_all_end(run: Path) -> None:
+    wait_until(lambda: not processes_of(run), "some processes did not end", LEAVE_WITHIN_S)
+
+
+def check_killed(run: Path, moment: str, victim: str, *words: object) -> None:
+    """Start `python words`; at a moment (`2`, `step+1`, `PROCESS+0.5`) kill a process: all others must end soon.
+
+    This process adopts orphans, as systemd, slurmstepd and the first process of a container do: their new parent is not
+    process 1.
+    """
+    adopt = partial(ctypes.CDLL(None).prctl, PR_SET_CHILD_SUBREAPER)
+    adopt(1)
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = subprocess.Popen([sys.executable, *map(str, words)], env=environment(MARK=str(run)), **nowhere)
+    try:
+        process, _, seconds = moment.rpartition("+")
+        if process == "step":
+            wait_for_step(run, 1)
+        elif process:
+            process_of(run, process, command)
+        time.sleep(float(seconds))
+        (command if victim == "command" else process_of(run, victim, command)).kill()
+        check_all_end(run)
+    finally:
+        for left in processes_of(run):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        command.wait()
+        adopt(0)
 
 
 CHILD = """
@@ -93,43 +135,45 @@ def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "message", ["No space left on device (os error 28)", 'IoError(Os { code: 28, kind: StorageFull, message: "…" })']
+    ("message", "is_full"),
+    [
+        ("No space left on device (os error 28)", True),
+        ('IoError(Os { code: 28, kind: StorageFull, message: "…" })', True),
+        ("a CUDA driver failed with error code: 28", False),
+    ],
 )
-def test_a_full_disk_of_a_library_in_rust_names_the_folder_of_temporary_files(message: str) -> None:
+def test_a_full_disk_of_a_library_in_rust_names_the_folder_of_temporary_files(message: str, is_full: bool) -> None:
     """tokenizers and safetensors, in Rust, raise no OSError and name no file."""
-    assert is_disk_full(error := RuntimeError(message)) and "TMPDIR" in str(disk_full_error(error))
+    assert is_disk_full(error := RuntimeError(message)) == is_full
+    assert "TMPDIR" in str(disk_full_error(error))
 
 
-def test_the_code_of_another_error_is_no_full_disk() -> None:
-    assert not is_disk_full(RuntimeError("a CUDA driver failed with error code: 28"))
+MOMENTS = ["0", "0.5", "2", "6", f"{AGENT}+0", f"{WORKER}+0", f"{WORKER}+2", "step+1"]
+UNDER_TORCHRUN = ["-u -m fsdptrain+1", "-u -m fsdptrain+4", "step+1"]
+KILLS = [
+    *((moment, victim, FSDPTRAIN) for moment in MOMENTS for victim in ("command", AGENT, WORKER)),
+    # torchrun, or a worker
+    *((moment, victim, TORCHRUN) for moment in UNDER_TORCHRUN for victim in ("command", "-u -m fsdptrain run ")),
+]
 
 
-@pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])
-def test_no_process_outlives_one_killed_while_workers_start(moment: str, victim: str, tmp_path: Path) -> None:
-    check_killed(tmp_path, moment, victim)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("victim", ["command", AGENT, WORKER])
-@pytest.mark.parametrize("moment", ["0", "0.5", "2", "6", f"{AGENT}+0", f"{WORKER}+0", f"{WORKER}+2", "step+1"])
-def test_no_process_outlives_a_killed_one(moment: str, victim: str, tmp_path: Path) -> None:
-    check_killed(tmp_path, moment, victim)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("victim", ["command", "-u -m fsdptrain run "])  # torchrun, or a worker
-@pytest.mark.parametrize("moment", ["-u -m fsdptrain+1", "-u -m fsdptrain+4", "step+1"])
-def test_no_process_outlives_a_killed_one_under_torchrun(moment: str, victim: str, tmp_path: Path) -> None:
-    check_killed(tmp_path, moment, victim, TORCHRUN)
+@pytest.mark.parametrize(
+    ("moment", "victim", "start"),
+    [
+        (f"{AGENT}+0.8", "command", FSDPTRAIN),
+        (f"{WORKER}+0", AGENT, FSDPTRAIN),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in KILLS),
+    ],
+)
+def test_no_process_outlives_a_killed_one(moment: str, victim: str, start: Sequence[str], tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, train__steps=5000)
+    check_killed(tmp_path / "run", moment, victim, *start, "run", recipe)
 
 
 @pytest.mark.soak
 def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path)
-    found = kill_and_watch(
-        tmp_path / "run", "fsdptrain.forecast.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
-    )
-    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+    words = (*FSDPTRAIN, "validate", "--advise", small_recipe(tmp_path))
+    check_killed(tmp_path / "run", "fsdptrain.forecast.server+0.2", "command", *words)
 
 
 POOL = """
@@ -151,22 +195,9 @@ def test_no_process_of_a_pool_outlives_the_one_that_started_it(tmp_path: Path, w
     env = environment(MARK=str(tmp_path))
     with subprocess.Popen([sys.executable, tmp_path / "pool.py"], env=env, stdout=subprocess.PIPE) as command:
         assert command.stdout and command.stdout.readline() == b"5\n"
-        assert len(processes_with(f"MARK={tmp_path}")) >= 4
+        assert len(processes_of(tmp_path)) >= 4
         command.send_signal(way)
-    end = time.monotonic() + LEAVE_WITHIN_S
-    while processes_with(f"MARK={tmp_path}"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def processes_with(variable: str) -> list[int]:
-    """Return the processes with a variable in their environment, other than zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if variable.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+    check_all_end(tmp_path)
 
 
 @pytest.mark.soak
@@ -179,16 +210,14 @@ def test_no_process_outlives_a_killed_command_that_tokenises(command: str, tmp_p
     for number in range(2):  # each a part that a process encodes
         rows = (json.dumps({"text": f"{number} {row} {text[row : row + 2000]}"}) for row in range(9000))
         (tmp_path / "data" / f"{number}.jsonl").write_text("\n".join(rows))
-    found = kill_and_watch(tmp_path / "run", "multiprocessing.forkserver+8", "command", *FSDPTRAIN, command, *words)
-    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+    check_killed(tmp_path / "run", "multiprocessing.forkserver+8", "command", *FSDPTRAIN, command, *words)
 
 
 @pytest.mark.soak
 def test_a_run_of_a_killed_program_ends_with_a_checkpoint(tmp_path: Path) -> None:
     recipe, run = small_recipe(tmp_path, train__steps=5000, checkpoint__every=None), tmp_path / "run"
     program = f"import fsdptrain; fsdptrain.run({str(recipe)!r})"
-    found = kill_and_watch(run, "step+1", "command", "-c", program)
-    assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+    check_killed(run, "step+1", "command", "-c", program)
     assert valid_steps(run) and events(run, "stop")[-1]["signal"]
 
 
@@ -302,12 +331,15 @@ def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
         assert len(str(refused.value)) < 3000
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named_in_one_line_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "cache"
     code, stderr = run_redirected("> /dev/null", "run", small_recipe(tmp_path), FSDPTRAIN_CACHE=str(cache))
     assert code == 2 and f"{cache}/tokenizers: Not a directory" in stderr and "set FSDPTRAIN_CACHE" in stderr
-    assert len(stderr.splitlines()) == 1
+    recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
+    code, locale = run_redirected("> /dev/null", "run", recipe, **ASCII)
+    assert code == 2 and "set LC_ALL=C.UTF-8" in locale
+    assert len(stderr.splitlines()) == len(locale.splitlines()) == 1
 
 
 def test_without_a_home_folder_the_message_names_the_cache() -> None:
@@ -319,12 +351,6 @@ def test_without_a_home_folder_the_message_names_the_cache() -> None:
     if os.getuid():
         pytest.skip("only root can become an unknown user")
     assert "RecipeError: the cache for prepared data cannot be written" in done.stderr
-
-
-def test_a_file_name_that_the_locale_cannot_encode_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
-    code, stderr = run_redirected("> /dev/null", "run", recipe, **ASCII)
-    assert code == 2 and "set LC_ALL=C.UTF-8" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_a_stop_signal_ends_long_work_of_a_library_at_once() -> None:
@@ -339,22 +365,21 @@ def test_a_stop_signal_ends_long_work_of_a_library_at_once() -> None:
     assert stop.count >= 1
 
 
-def test_a_repeated_sigterm_is_one_request_and_a_later_one_is_a_second() -> None:
+@pytest.mark.parametrize(
+    ("signals", "count", "by"),
+    [
+        ("TERM TERM", 1, "SIGTERM"),
+        ("TERM TERM later TERM", 2, "SIGTERM"),
+        ("USR1 TERM TERM", 1, "SIGTERM"),  # Slurm's, before and at the time limit
+        ("USR1 TERM TERM later TERM", 2, "SIGTERM"),
+        ("INT INT", 2, "Ctrl-C"),
+    ],
+)
+def test_a_repeated_sigterm_is_one_request_and_a_later_one_is_a_second(signals: str, count: int, by: str) -> None:
     with StopRequest() as stop:
-        for number in (signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        assert (stop.count, stop.by) == (1, "SIGTERM")
-        time.sleep(SAME_REQUEST_S + 0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.count == 2
-    with StopRequest() as stop:  # Slurm's signals before and at the time limit
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        assert stop.count == 1
-        time.sleep(SAME_REQUEST_S + 0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.count == 2
-    with StopRequest() as stop:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        assert (stop.count, stop.by) == (2, "Ctrl-C")
+        for name in signals.split():
+            if name == "later":
+                time.sleep(SAME_REQUEST_S + 0.05)
+            else:
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+    assert (stop.count, stop.by) == (count, by)

@@ -84,30 +84,28 @@ class Job:
     hosts: list[Host]
     recipe: Path
     faults: list[dict[str, Any]] = field(default_factory=list)
-    delays: tuple[float, ...] = ()  # seconds until each host starts the command; empty: at once
 
     def __post_init__(self) -> None:
         self.run = self.recipe.parent / "run"
         self.fault_at = time.monotonic()
         attempt = len([*self.recipe.parent.glob("*.out")])
         self._logs = [self.recipe.parent / f"{host.name}-{attempt}.out" for host in self.hosts]
-        delays = self.delays or (0,) * len(self.hosts)
-        self._commands = [self._start(*each) for each in zip(self.hosts, self._logs, delays, strict=True)]
+        self._commands = [self._start(*each) for each in zip(self.hosts, self._logs, strict=True)]
 
-    def _start(self, host: Host, log: Path, delay: float) -> subprocess.Popen[bytes]:
+    def _start(self, host: Host, log: Path) -> subprocess.Popen[bytes]:
         env = environment(
             FSDPTRAIN_CACHE=str(host.local / "cache"), TMPDIR=str(host.local), FSDPTRAIN_FAULTS=json.dumps(self.faults),
             PYTHONPATH=python_path(TESTS / "faults"),
         )  # fmt: skip
-        command = ["sh", "-c", 'sleep "$0"; exec "$@"', str(delay), sys.executable, "-m", "fsdptrain", "run"]
+        command = [*host.prefix, sys.executable, "-m", "fsdptrain", "run", str(self.recipe)]
         with log.open("w") as output:
-            return subprocess.Popen([*host.prefix, *command, str(self.recipe)], stdout=output, stderr=output, env=env)
+            return subprocess.Popen(command, stdout=output, stderr=output, env=env)
 
     def start_again(self, number: int) -> None:
         """Start the command of a host again, after it was killed."""
         self._commands[number].wait()
         self._logs[number] = self._logs[number].with_suffix(".again.out")
-        self._commands[number] = self._start(self.hosts[number], self._logs[number], 0)
+        self._commands[number] = self._start(self.hosts[number], self._logs[number])
 
     def wait_for_step(self, step: int, timeout: float = 120) -> None:
         self.wait_until(lambda: last_step(self.run) >= step, timeout)
@@ -314,14 +312,6 @@ def test_a_frozen_host_ends_the_other_and_ends_when_it_continues(
     found = problems(job, f"host-{number} frozen for 20 s", [5, 5], *words, within=3 * TIMEOUT_S)
     found += [] if job.seconds[1 - number] < 2 * TIMEOUT_S else [f"host-{1 - number} waited for the other"]
     assert not found + resumes(job, whole)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_late_host_is_waited_for(number: int, hosts: list[Host], whole: Path, tmp_path: Path) -> None:
-    late = 1.5 * TIMEOUT_S
-    job = Job(hosts, recipe_of_two(tmp_path), delays=(late, 0) if number == 0 else (0, late)).wait()
-    found = problems(job, f"host-{number} {late:.0f} s late", [0, 0], within=ANY_TIME)
-    assert not found + differences(job.run, whole)
 
 
 def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support import ROOT, write_recipe
 
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
-from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import topology_of
 from fsdptrain.processes import VisibleText
@@ -66,23 +66,31 @@ def test_the_live_line_keeps_its_most_important_parts(
     assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
 
 
-def test_memory_is_shown_of_the_fullest_and_the_emptiest_rank_where_they_differ() -> None:
-    for ranks, shown in (([93, 100], "1.00 GiB/rank"), ([50, 100], "0.50 to 1.00 GiB/rank (most on rank 1)")):
-        screen = Screen(Console(file=io.StringIO(), width=200))
-        screen.show(STARTED)
-        screen.show(step(1, peak_memory_by_rank=[2**30 * share // 100 for share in ranks]))
-        screen.show(step(2))  # they are written when they have changed
-        assert ("0.50 to 1.00 GiB" in drawn(screen._line, 200)) == (" to " in shown)
-        screen.summary(1.0)
-        assert f" · peak {shown}\n" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+def shown(*records: dict[str, Any], summary_s: float = 0.0) -> tuple[Screen, str]:
+    """Return a screen in a wide pipe that has shown these records, and its text."""
+    screen = Screen(Console(file=io.StringIO(), width=400))
+    for record in records:
+        screen.show(record)
+    if summary_s:
+        screen.summary(summary_s)
+    return screen, screen.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "peak"), [([93, 100], "1.00 GiB/rank"), ([50, 100], "0.50 to 1.00 GiB/rank (most on rank 1)")]
+)
+def test_memory_is_shown_of_the_fullest_and_the_emptiest_rank_where_they_differ(ranks: list[int], peak: str) -> None:
+    first = step(1, peak_memory_by_rank=[2**30 * share // 100 for share in ranks])
+    screen, text = shown(STARTED, first, step(2), summary_s=1.0)  # they are written when they have changed
+    assert f" · peak {peak}\n" in text
+    screen.show(step(3))
+    assert ("0.50 to 1.00 GiB" in drawn(screen._line, 200)) == (" to " in peak)
 
 
 def test_allocator_retries_are_shown_only_when_there_are_any() -> None:
-    screen = Screen(Console(file=io.StringIO()))
-    screen.show(STARTED)
-    for retries, shown in ((0, False), (3, True)):
-        screen.show(step(1, reserved_memory_bytes=2**31, alloc_retries=retries))
-        assert ("allocator retries 3" in drawn(screen._line, 150)) == shown
+    for retries in (0, 3):
+        screen, _ = shown(STARTED, step(1, reserved_memory_bytes=2**31, alloc_retries=retries))
+        assert ("allocator retries 3" in drawn(screen._line, 150)) == bool(retries)
 
 
 @given(st.integers(12, 60), st.integers(0, 3000), st.integers(0, 3000))
@@ -108,12 +116,10 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
 def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the working tree may hold runs/, to which recipes refer
     written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
-    plan = draft_plan(written, topology_of(written.recipe, None, parse_hardware("h100-80gb").hardware), elsewhere=True)[
-        0
-    ]
-    lines = dict(
-        line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), EarlierAttempts()).splitlines()
-    )
+    topology = topology_of(written.recipe, None, KNOWN["h100-80gb"])
+    plan, _ = draft_plan(written, topology, elsewhere=True)
+    head = heading(plan, RunDir(tmp_path / "run"), EarlierAttempts())
+    lines = dict(line.split(maxsplit=1) for line in head.splitlines())
     assert lines["run"] == f"{written.recipe.name}: new, in run"
     numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
     size, groups, *shared, micro_batches, micro_batch, tokens = numbers
@@ -124,22 +130,21 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monke
     assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]
     assert ("hub" in lines) == (written.recipe.model.id is not None)
     if plan.freezes:
-        rank = plan.recipe.adapter.r
-        assert lines["trains"].startswith(
-            f"LoRA of rank {rank} on all linear layers, in float32; the rest is frozen in "
-        )
+        kind = f"LoRA of rank {plan.recipe.adapter.r} on all linear layers"
+        assert lines["trains"].startswith(f"{kind}, in float32; the rest is frozen in ")
     assert ("trains" in lines) == ("-lora" in recipe.stem or "-qlora" in recipe.stem)
 
 
 def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
-    plan = make_plan(written, topology_of(written.recipe, None, parse_hardware("cpu").hardware))
+    plan = make_plan(written, topology_of(written.recipe, None, CPU))
     rundir = plan.rundir
     found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
-    states = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
+    heads = [heading(plan, rundir, before) for before in found]
     rundir.root.mkdir()
     rundir.metrics.touch()
-    states.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
+    heads.append(heading(plan, rundir, EarlierAttempts()))
+    states = [head.splitlines()[0].split(": ")[1].split(",")[0] for head in heads]
     assert states == [
         "new", "resumes after step 2", "4/4 steps; evaluation or export is not complete",
         "starts from step 0 (no checkpoint yet)",
@@ -149,48 +154,41 @@ def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        (
-            [STARTED, step(40)],
-            "40 steps in 1:15 · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,000 label tokens",
-        ),
+        ([STARTED, step(40)], "40 steps in 1:15 · {}\n20,000 label tokens"),
         (
             [STARTED, {"event": "resume", "step": 16}, step(17), step(40, total_tokens=12_000)],
-            "24 steps in 1:15 (40 total) · 1,024 tok/s while training · peak 1.00 GiB/rank\n12,000 label tokens",
+            "24 steps in 1:15 (40 total) · {}\n12,000 label tokens",
         ),
         (
             [STARTED, step(7), STARTED, {"event": "resume", "step": 6}, step(40, total_tokens=17_000)],
-            "40 steps in 1:15 (1 restart) · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,500 label tokens",
+            "40 steps in 1:15 (1 restart) · {}\n20,500 label tokens",
         ),
     ],
 )
 def test_the_summary_separates_this_command_from_the_whole_run(records: list[dict[str, Any]], message: str) -> None:
-    screen = Screen(Console(file=io.StringIO(), width=80))
-    for record in records:
-        screen.show(record)
-    screen.summary(75.0)
-    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"\n{message} · training loss 5.9941\n" in shown
+    message = message.format("1,024 tok/s while training · peak 1.00 GiB/rank")
+    assert f"\n{message} · training loss 5.9941\n" in shown(*records, summary_s=75.0)[1]
 
 
 def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
-    screen = Screen(Console(file=io.StringIO(), width=400))
     record = {"event": "export", "path": "out", "bytes": 1024, "dtype": "float32", "adapter": "both"}
     found = {"tokens": 200, "held_out": True, "spread": 2.345, "mean": 1.23e-7, "largest": 4.56e-6, "limit": 1e-3}
     rounded, meant = found | {"rounded_to": "bfloat16"}, found | {"rounded_to": None, "limit": None}
     exact = found | {"rounded_to": "float32"}
-    screen.show(record | {"compared": [{"what": "merged", **exact}, {"what": "separate", **rounded, "mean": 2e-7}]})
-    screen.show(record | {"compared": [{"what": "merged", **meant}]})
-    screen.show(record | {"compared": [{"what": "model", **found, "mean": 0.0, "largest": 0.0}]})
-    screen.show(record | {"not_compared": "opening it took more than 30:00"})
-    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    _, text = shown(
+        record | {"compared": [{"what": "merged", **exact}, {"what": "separate", **rounded, "mean": 2e-7}]},
+        record | {"compared": [{"what": "merged", **meant}]},
+        record | {"compared": [{"what": "model", **found, "mean": 0.0, "largest": 0.0}]},
+        record | {"not_compared": "opening it took more than 30:00"},
+    )
     opened = "  opened in a fresh process, logits compared with the trained model's on 200 held-out tokens: "
     far = "(1.2e-07 on average, 4.6e-06 at most, of a spread of 2.3)"
     rounding = "equal within the rounding of"
-    assert f"{opened}merged: {rounding} float32 {far}; adapter on its base: {rounding} bfloat16" in shown
+    assert f"{opened}merged: {rounding} float32 {far}; adapter on its base: {rounding} bfloat16" in text
     reason = "the adapter was trained on quantised weights and merged into the original ones"
-    assert f"merged: different, because {reason} {far}\n" in shown
-    assert f"{opened}identical\n" in shown and "0.0e+00" not in shown
-    assert "  not compared with the trained model: opening it took more than 30:00\n" in shown
+    assert f"merged: different, because {reason} {far}\n" in text
+    assert f"{opened}identical\n" in text and "0.0e+00" not in text
+    assert "  not compared with the trained model: opening it took more than 30:00\n" in text
 
 
 def terminal(width: int = 60) -> Console:
@@ -239,20 +237,14 @@ def test_a_resumed_run_goes_on_with_its_history() -> None:
 
 
 def test_the_notes_of_a_start_and_of_a_resume_are_shown() -> None:
-    screen = Screen(Console(file=io.StringIO(), width=200))
-    screen.show(STARTED | {"notes": ["the warm-up is too long"]})
-    screen.show({"event": "resume", "step": 3, "notes": ["the rate jumps"]})
-    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    for note in ("the warm-up is too long", "the rate jumps"):
-        assert f"\n  {note}\n" in shown
+    _, text = shown(STARTED | {"notes": ["too long"]}, {"event": "resume", "step": 3, "notes": ["the rate jumps"]})
+    assert "\n  too long\n" in text and "\n  the rate jumps\n" in text
 
 
 def test_a_slow_rank_is_shown_unless_it_is_on_the_cpu_of_one_host() -> None:
-    for changes, shown in (({}, False), ({"hosts": ["a", "b"]}, True), ({"device": "H100"}, True)):
-        screen = Screen(Console(file=io.StringIO(), width=200))
-        screen.show(STARTED | changes)
-        screen.show({"event": "straggler", "step": 20, "rank": 1, "cause": "compute", "cost": 0.2})
-        assert ("is slow" in screen.console.file.getvalue()) == shown  # type: ignore[attr-defined]
+    straggler = {"event": "straggler", "step": 20, "rank": 1, "cause": "compute", "cost": 0.2}
+    for changes, is_shown in (({}, False), ({"hosts": ["a", "b"]}, True), ({"device": "H100"}, True)):
+        assert ("is slow" in shown(STARTED | changes, straggler)[1]) == is_shown
 
 
 def test_a_pipe_gets_no_escape_sequences_even_with_force_color(

@@ -9,8 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-import pytest
-from pseudo_terminal import Terminal, run_on_terminal
+from pseudo_terminal import Terminal
 from support import events, python, write_recipe
 
 HEADING = """\
@@ -162,14 +161,8 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
         assert_tidy(terminal, 60)
 
 
-def test_a_dry_run_at_every_width(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    small = ("launch.nproc_per_node=1", "model.config.num_hidden_layers=1")  # so that --advise has less to search
-    with Terminal("validate", recipe, *small, "--plot", tmp_path / "step.svg", "--advise") as terminal:
-        assert terminal.wait() == 0, terminal.text()
-        assert_tidy(terminal, 80)
-        assert all(what in terminal.raw.decode() for what in ("simulating a step", "comparing plans"))
-    with Terminal("validate", recipe, "--json", "--no-build", columns=120) as terminal:
+def test_the_json_of_a_dry_run_is_the_last_on_a_terminal(tmp_path: Path) -> None:
+    with Terminal("validate", write_recipe(tmp_path), "--json", "--no-build", columns=120) as terminal:
         assert terminal.wait() == 0, terminal.text()
         raw = terminal.raw.decode()
         assert json.loads(raw[raw.index("{") :])["plan"]["world_size"] == 2
@@ -202,9 +195,3 @@ def connections_to(server: socket.socket) -> int:
             server.accept()[0].close()
             count += 1
     return count
-
-
-@pytest.mark.parametrize("words", [("recipes", "list"), ("recipes", "show", "shakespeare"), ("schema",), ("--help",)])
-def test_lists_and_texts(words: tuple[str, ...]) -> None:
-    code, text = run_on_terminal(*words, columns=60)
-    assert code == 0 and text and "Traceback" not in text

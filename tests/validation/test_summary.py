@@ -182,6 +182,7 @@ def test_on_a_terminal_lines_fit_and_progress_is_shown(tmp_path: Path) -> None:
         assert "fits" not in terminal.text()
         assert terminal.wait() == 0, terminal.text()
         lines = terminal.lines()
+        assert "comparing plans" in terminal.raw.decode()
     shown = [line for line in lines if line.strip()]
     assert shown[0].startswith("fits 8×H100-80GB: ") and "$" in " ".join(shown[:3])
     assert [line for line in shown if line in HEADINGS] == HEADINGS
