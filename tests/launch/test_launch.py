@@ -211,15 +211,6 @@ def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
     assert not dump.exists()
 
 
-def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None:
-    plan, stop = plan_for(tmp_path, 1), StopRequest()
-    attempt = Attempt(plan, Screen(quiet=True), stop)
-    attempt._raise_failure(0, {})  # it has finished
-    stop.count, stop.name = 1, "SIGINT"
-    with pytest.raises(errors.Stopped, match="stopped by Ctrl-C; run the same command"):
-        attempt._raise_failure(0, {})  # there is no record of the stop
-
-
 class Lost:
     """Attempts whose workers are lost: each saves a checkpoint before, as far as `saves` says so."""
 
@@ -284,16 +275,19 @@ def test_a_node_says_once_that_others_are_late(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
+def test_a_stop_of_which_there_is_no_record_is_a_stop(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, stop = plan_for(tmp_path, 1), StopRequest()
     attempt = Attempt(plan, Screen(), stop)
+    attempt._raise_failure(0, {})  # it has finished
     with pytest.raises(errors.WorkerLost, match=f"agent was killed by {number.name}"):
         attempt._raise_failure(-number, {})  # nobody has asked for a stop
     stop.count, stop.name = 1, number.name
+    with pytest.raises(errors.Stopped, match=f"stopped by {stop.by}; run the same command"):
+        attempt._raise_failure(0, {})  # of a host that does not share the folder
     with pytest.raises(errors.Stopped, match="before the first step; nothing was lost"):
-        attempt._raise_failure(-number, {})
+        attempt._raise_failure(-number, {})  # the agent cannot handle it yet
     assert f"{stop.by}: stopping; no step has been trained yet" in capsys.readouterr().out
     with pytest.raises(errors.WorkerLost, match="agent was killed by SIGKILL"):
         attempt._raise_failure(-signal.SIGKILL, {})
