@@ -69,28 +69,26 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
+
+def option(metavar: str, says: str, *names: str, **limits: Any) -> Any:
+    """Return an option with a value, which its help calls `metavar`."""
+    return typer.Option(*names, metavar=metavar, help=says, **limits)
+
+
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
 
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="run Python code shipped with the model; a Hub id needs a full commit as model.revision",
-    ),
-]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+TRUST = "run Python code shipped with the model; a Hub id needs a full commit as model.revision"
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)]
 
 RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_FOLDER", help="a run (its export, or else its newest checkpoint), or a model")
 ]
-StepOption = Annotated[int | None, typer.Option(metavar="N", help="the checkpoint of this step of a run")]
-SourceOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="of a run on several sources: the one as whose rows they are read"),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="of the computation; default: float32 on a CPU, else the run's")
-]
+StepOption = Annotated[int | None, option("N", "the checkpoint of this step of a run")]
+SourceOption = Annotated[str | None, option("NAME", "of a run on several sources: the one as whose rows they are read")]
+DATA = option("DATA", "file, glob, folder or URL, also several times; or a Hub data set")
+DtypeOption = Annotated[str | None, option("DTYPE", "of the computation; default: float32 on a CPU, else the run's")]
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
 WIDE = 111  # columns of a terminal on which names and what they are stand side by side
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
@@ -312,20 +310,16 @@ def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="CARDS", help="plan for other machines: 8xh100-80gb, or memory=…,flops=…")
+        str | None, option("CARDS", "plan for other machines: 8xh100-80gb, or memory=…,flops=…")
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="plot the memory of one step to this .svg or .png; needs fsdptrain[plot]"),
+        Path | None, option("FILE", "plot the memory of one step to this .svg or .png; needs fsdptrain[plot]")
     ] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     price: Annotated[
-        float | None,
-        typer.Option(
-            "--price-per-gpu-hour", metavar="DOLLARS", min=0, help="dollars per GPU-hour; adds the cost of the run"
-        ),
+        float | None, option("DOLLARS", "dollars per GPU-hour; adds the cost of the run", "--price-per-gpu-hour", min=0)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    as_json: Json = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also explain what could not be checked here")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before building the model")] = False,
     here: Annotated[
@@ -354,8 +348,10 @@ def validate(
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
-        options: dict[str, Any] = {"plot": str(plot) if plot else None, "advise": advise, "build": not no_build}
-        request = make_request(written, hardware, trust_remote_code, price, **options)
+        picture = str(plot) if plot else None
+        request = make_request(
+            written, hardware, trust_remote_code, price, plot=picture, advise=advise, build=not no_build
+        )
         if here:
             outcome = _check_here(request)
         else:
@@ -421,7 +417,7 @@ def _screen_beside_result() -> Screen:
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
@@ -446,20 +442,12 @@ def prepare(
 @app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")
 def export(
     run_dir: RunDirArgument,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: as export.which")
-    ] = None,
+    step: Annotated[int | None, option("N", "the checkpoint of this step; default: as export.which")] = None,
     best: Annotated[bool, typer.Option("--best", help="the valid checkpoint with the lowest held-out loss")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="folder to write; default: RUN_DIR/export")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: the recipe's")
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option(metavar="FORM", help="separate, merged or both; default: the recipe's")
-    ] = None,
-    merge_base: Annotated[
-        str | None, typer.Option(metavar="BASE", help="original or dequantized; default: the recipe's")
-    ] = None,
+    out: Annotated[Path | None, option("DIR", "folder to write; default: RUN_DIR/export")] = None,
+    dtype: Annotated[str | None, option("DTYPE", "float32, bfloat16 or float16; default: the recipe's")] = None,
+    adapter: Annotated[str | None, option("FORM", "separate, merged or both; default: the recipe's")] = None,
+    merge_base: Annotated[str | None, option("BASE", "original or dequantized; default: the recipe's")] = None,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="do not open the folder in a fresh process")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -521,25 +509,17 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    nodes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="default: launch.nnodes, of a range the most")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="GPUs of a node; 0: train on the CPU")
-    ] = None,
+    nodes: Annotated[int | None, option("N", "default: launch.nnodes, of a range the most", min=1)] = None,
+    gpus_per_node: Annotated[int | None, option("N", "GPUs of a node; 0: train on the CPU", min=0)] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="CARDS", help="the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit"),
+        str | None, option("CARDS", "the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit")
     ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="another option of sbatch, such as --constraint=ib"),
-    ] = None,
+    sbatch: Annotated[list[str] | None, option("OPTION", "another option of sbatch, such as --constraint=ib")] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time", metavar="TIME", help="time limit such as 24:00:00, after which it resumes")
+        str | None, option("TIME", "time limit such as 24:00:00, after which it resumes", "--time")
     ] = None,
-    partition: Annotated[str | None, typer.Option(metavar="NAME", help="partition")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", help="account")] = None,
+    partition: Annotated[str | None, option("NAME", "partition")] = None,
+    account: Annotated[str | None, option("NAME", "account")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
     """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list."""
@@ -614,12 +594,9 @@ def status(
 @app.command(epilog="Example: fsdptrain report runs/shakespeare")
 def report(
     runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs; several are compared"),
+        list[str], typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs; several are compared")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="the file to write; a report there is replaced")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, option("FILE", "the file to write; a report there is replaced")] = Path("report.html"),
 ) -> None:
     """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
     from fsdptrain.report.document import check_report, write_report
@@ -638,7 +615,7 @@ def report(
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
 def verify(
     run_dir: RunDirArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check the checkpoints and export of a run. Compare them with their checksums; change nothing."""
     from fsdptrain.checkpoint.manifest import show_survey, survey
@@ -665,24 +642,17 @@ def verify(
 @app.command("eval", epilog="Example: fsdptrain eval runs/shakespeare --data new.txt")
 def evaluate(
     model: ModelArgument,
-    data: Annotated[
-        list[str],
-        typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
-    ],
+    data: Annotated[list[str], DATA],
     step: StepOption = None,
     form: Annotated[
-        str | None, typer.Option("--format", metavar="FORMAT", help="default: the run's, else guessed from the columns")
+        str | None, option("FORMAT", "default: the run's, else guessed from the columns", "--format")
     ] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=COLUMN", help="where they differ, also several times")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(metavar="N", min=8, help="tokens at which rows are divided; default: the run's")
-    ] = None,
+    column: Annotated[list[str] | None, option("FIELD=COLUMN", "where they differ, also several times")] = None,
+    seq_len: Annotated[int | None, option("N", "tokens at which rows are divided; default: the run's", min=8)] = None,
     source: SourceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compute the loss of a model on files. After DPO also accuracy, margin and rewards on pairs; in one process."""
     from fsdptrain.config.formats import Format
@@ -709,12 +679,10 @@ def evaluate(
 @app.command(epilog="Example: fsdptrain chat runs/shakespeare --prompt ROMEO:")
 def chat(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="print one answer and exit")] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of an answer, at most")] = 256,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", min=0, help="0: always the most likely token; 1: as the model says")
-    ] = 0.7,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="the same seed and inputs get the same answers")] = 0,
+    prompt: Annotated[str | None, option("TEXT", "print one answer and exit")] = None,
+    max_tokens: Annotated[int, option("N", "tokens of an answer, at most", min=1)] = 256,
+    temperature: Annotated[float, option("T", "0: always the most likely token; 1: as the model says", min=0)] = 0.7,
+    seed: Annotated[int, option("N", "the same seed and inputs get the same answers", min=0)] = 0,
     step: StepOption = None,
     source: SourceOption = None,
     dtype: DtypeOption = None,
@@ -764,15 +732,11 @@ def schema() -> None:
 
 @app.command(epilog="Example: fsdptrain init --data a.jsonl --model org/name")
 def init(
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id or local folder")] = None,
+    data: Annotated[list[str] | None, DATA] = None,
+    model: Annotated[str | None, option("MODEL", "Hub id or local folder")] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="CARDS", help="the GPUs to train on, such as 8xh100-80gb; default: those of this machine"),
+        str | None, option("CARDS", "the GPUs to train on, such as 8xh100-80gb; default: those of this machine")
     ] = None,
 ) -> None:
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
@@ -787,12 +751,12 @@ def init(
 
     starter = read_starter(data, model, dest)
     with _screen_beside_result() as screen:
-        proposal = propose(starter, hardware, screen)
-    if proposal.text is None:
-        _print_problems(proposal.outcome.problems)
-        sys.exit(proposal.outcome.exit_code)
-    _write_new(dest, proposal.text)
-    show_proposal(proposal, Page())
+        text, forecast, outcome = propose(starter, hardware, screen)
+    if text is None:
+        _print_problems(outcome.problems)
+        sys.exit(outcome.exit_code)
+    _write_new(dest, text)
+    show_proposal(forecast, outcome, Page())
     print(f"\n{dest}\n{_next_command('validate', dest)}")
 
 

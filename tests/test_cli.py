@@ -160,10 +160,11 @@ def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, mon
 
 
 def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) -> None:
-    one, two, empty = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "empty"))
+    one, two, empty, void = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "empty", "void"))
     one.write_text('{"question": "a", "answer": "b"}\n')
     two.write_text('{"question": "c", "answer": "d"}\n')
-    empty.write_text("")
+    empty.touch()
+    void.touch()
     dest = tmp_path / "recipe.yaml"
     starter = read_starter([str(empty), str(one), str(two)], "org/name", dest)
     dest.write_text(starter.text({}))
@@ -173,11 +174,7 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
     with pytest.raises(RecipeError, match=r"data\.path: 'org/data' .* a list cannot hold data sets of the Hub"):
         read_starter([str(one), "org/data"], "org/name", dest)
     with pytest.raises(DataError, match=r"all 2 files are empty"):
-        read_starter(
-            [str(empty)] + [str(empty.with_name("void.txt")) for _ in [empty.with_name("void.txt").touch()]],
-            "org/name",
-            dest,
-        )
+        read_starter([str(empty), str(void)], "org/name", dest)
     odd = tmp_path / "odd.jsonl"
     odd.write_text('{"id": 5, "frage": "a", "antwort": "b"}\n')
     with pytest.raises(DataError, match=r"data\.columns .* columns: \{prompt: frage, completion: antwort\}"):
@@ -189,10 +186,8 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
         assert (recipe.data.format, recipe.train.objective) == (Format.preference, "dpo")
     for label, answer in (("label", "completion"), ("kto_tag", "answer")):
         odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))
-        with pytest.raises(
-            DataError,
-            match=rf"preference data without pairs \({label}: .* KTO.* keep the rows in which {label} is true",
-        ):
+        says = rf"preference data without pairs \({label}: .* KTO.* keep the rows in which {label} is true"
+        with pytest.raises(DataError, match=says):
             read_starter([str(odd)], "org/name", dest)
     odd.write_text('{"prompt": "a", "completion": "b", "label": "greeting"}\n')
     assert read_starter([str(odd)], "org/name", dest).read_as.format == "prompt_completion"

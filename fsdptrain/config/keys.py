@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -22,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fsdptrain import __version__
-from fsdptrain.config.names import FOREIGN_VALUES
+from fsdptrain.config.names import foreign_values
 from fsdptrain.config.schema import NODE_RANGE, DataSource, Recipe
 from fsdptrain.errors import Problem
 
@@ -95,12 +96,13 @@ class Key:
     path: str  # dotted, as in YAML
     attribute: str  # dotted, of a `Recipe`
     forms: tuple[Any, ...]
+    doc: str
     spec: dataclasses.Field[Any]
 
     @property
-    def limits(self) -> dict[str, Any]:
-        """What `schema.key` declares of it: its limits, its description (`doc`), …"""
-        return dict(self.spec.metadata)
+    def limits(self) -> Mapping[str, Any]:
+        """What `schema.key` declares of it."""
+        return self.spec.metadata
 
     @property
     def default(self) -> Any:
@@ -111,7 +113,7 @@ class Key:
     @property
     def needs(self) -> dict[str, Sequence[str]]:
         """What it needs to have an effect: other key → the values that it must have, () for any that is set."""
-        needs = self.spec.metadata.get("needs", {})
+        needs = self.limits.get("needs", {})
         return {needs: ()} if isinstance(needs, str) else dict(needs)
 
     @property
@@ -122,13 +124,13 @@ class Key:
     @property
     def type_words(self) -> str:
         """Its type in words: `a whole number or null`, `one of: all, completion`."""
-        if "items" in self.spec.metadata:
-            return f"a list of mappings such as {{{key_of(dataclasses.fields(self.spec.metadata['items'])[0])}: …}}"
+        if "items" in self.limits:
+            return f"a list of mappings such as {{{key_of(dataclasses.fields(self.limits['items'])[0])}: …}}"
         return _forms_text(self.forms)
 
     def read(self, value: Any) -> Any:
         """Return a value as the first form that fits has it; raises ValueError if none does."""
-        return _typed(value, self.forms, strict="forms" in self.spec.metadata)
+        return _typed(value, self.forms, strict="forms" in self.limits)
 
 
 def key_of(spec: dataclasses.Field[Any]) -> str:
@@ -139,15 +141,23 @@ def key_of(spec: dataclasses.Field[Any]) -> str:
 _hints = functools.cache(get_type_hints)  # of a dataclass: attribute → type
 
 
+def _docs(schema: type) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and of its bases say of each key."""
+    text = "\n".join(inspect.cleandoc(cls.__doc__ or "") for cls in schema.__mro__ if dataclasses.is_dataclass(cls))
+    return {name: re.sub(r"\n +", " ", doc) for name, doc in re.findall(r"^(\w+): (.+(?:\n +.+)*)", text, re.MULTILINE)}
+
+
 def _walk(schema: type, path: str = "", attribute: str = "") -> Iterator[Key]:
     """Yield the keys of a dataclass and of its sections, in order; `SECTIONS` gets the names in each."""
     SECTIONS[path.rstrip(".")] = [key_of(spec) for spec in dataclasses.fields(schema)]
+    docs = _docs(schema)
     for spec in dataclasses.fields(schema):
         annotation, own = _hints(schema)[spec.name], path + key_of(spec)
         if dataclasses.is_dataclass(annotation):
             yield from _walk(annotation, f"{own}.", f"{attribute}{spec.name}.")  # type: ignore[arg-type]
         else:
-            yield Key(own, attribute + spec.name, spec.metadata.get("forms") or tuple(_forms(annotation)), spec)
+            forms = spec.metadata.get("forms") or tuple(_forms(annotation))
+            yield Key(own, attribute + spec.name, forms, docs.get(key_of(spec), ""), spec)
 
 
 def _forms(annotation: Any) -> Iterator[Any]:
@@ -295,7 +305,7 @@ def _limit_faults(key: Key, value: Any) -> Iterator[str]:
     yield from _bound_faults(limits, value)
 
 
-def _bound_faults(limits: dict[str, Any], value: Any) -> Iterator[str]:
+def _bound_faults(limits: Mapping[str, Any], value: Any) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if isinstance(value, float) and not math.isfinite(value):
@@ -336,7 +346,7 @@ def _wrong_type_message(key: Key, value: Any) -> str:
 
 def _candidates(key: Key, value: Any) -> Iterator[Any]:
     """Yield values that may have been meant by an invalid one, the likeliest first."""
-    known = FOREIGN_VALUES.get(key.path, {})
+    known = foreign_values().get(key.path, {})
     as_listed = value.lower().replace("-", "") if isinstance(value, str) else value  # `ZeRO-1` as `zero1`
     if isinstance(value, (str, bool, NoneType)) and as_listed in known:
         yield known[as_listed]
@@ -451,7 +461,7 @@ def _key_schema(key: Key) -> dict[str, Any]:
     if "items" in limits:
         kind = {"type": "array", "items": _section_schema(DataSource, "data.sources.")}
     bounds = {as_json: limits[name] for name, (_, _, as_json) in _BOUNDS.items() if as_json and name in limits}
-    return {"description": limits["doc"], "default": key.default, **kind, **bounds}
+    return {"description": key.doc, "default": key.default, **kind, **bounds}
 
 
 def _forms_schema(forms: Sequence[Any]) -> dict[str, Any]:

@@ -136,7 +136,6 @@ class OptimizerTraits:
     settings: dict[str, Any]
     state: StateOf
     options: dict[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()  # names that other tools use
     found_inf: bool = False
     needs_ranks: bool = False
     splits: Callable[[Weight], bool] | None = None
@@ -161,7 +160,6 @@ class OptimizerKind(StrEnum):
             ADAM_SETTINGS,
             _moments,
             {"fused": True},  # a foreach step would need another temporary as large as the shard
-            ("adam", "adamw_torch", "adamw_torch_fused"),
             found_inf=True,
             leaner="adamw_8bit",
         ),
@@ -181,11 +179,7 @@ class OptimizerKind(StrEnum):
     adamw_8bit = (
         "adamw_8bit",
         OptimizerTraits(
-            "fsdptrain.train.blockwise.RowwiseAdamW8bit",
-            ADAM_SETTINGS,
-            _moments_in_8_bits,
-            aliases=("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "adamw8bit", "adam8bit"),
-            library="bitsandbytes",
+            "fsdptrain.train.blockwise.RowwiseAdamW8bit", ADAM_SETTINGS, _moments_in_8_bits, library="bitsandbytes"
         ),
     )
     adafactor = (
@@ -208,7 +202,6 @@ class OptimizerKind(StrEnum):
             "fsdptrain.train.blockwise.RowwiseLion",
             {"betas": [0.9, 0.99]},
             _kept("state1", dtype="float32"),
-            aliases=("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
             library="bitsandbytes",
         ),
     )
@@ -227,8 +220,7 @@ class OptimizerKind(StrEnum):
     def __new__(cls, word: str, traits: OptimizerTraits) -> OptimizerKind:
         """Make the member of a row."""
         member = str.__new__(cls, word)
-        member._value_ = word
-        member.traits = traits
+        member._value_, member.traits = word, traits
         return member
 
     @property

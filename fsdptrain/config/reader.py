@@ -32,14 +32,8 @@ from fsdptrain.config.keys import (
     value_text,
     yaml_text,
 )
-from fsdptrain.config.names import (
-    REPLACEMENTS,
-    leading_key,
-    nearest_foreign_name,
-    replacement_message,
-    replacement_of,
-)
-from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
+from fsdptrain.config.names import leading_key, nearest_foreign_name, replacement_message, replacement_of, replacements
+from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import Problem, RecipeError, first_line
 
@@ -125,12 +119,13 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = recipe_of(_tree(_checked(leaves, problems)))
     recipe = dataclasses.replace(recipe, output_dir=recipe.output_dir.replace("${name}", recipe.name))  # of the default
-    # Skip rules between keys in sections that contain an invalid value: they would see the default in its place.
+    # Skip rules between keys in sections that contain an invalid value: they would see the default in its place. The
+    # sections that a rule reads are those of the keys that its message names.
     faulty = {section for problem in problems for section in _sections(problem)}
     problems += [
         dataclasses.replace(p, where=where.get(p.field or "", name))
         for p in cross_field_problems(recipe, where)
-        if not faulty & {None, *sections_read(p.field or "")}
+        if not faulty & {None, *re.findall(r"\b(\w+)\.\w", f"{p.field} {p.message}")}
     ]
     if problems:
         raise RecipeError(_readable(problems))
@@ -314,7 +309,7 @@ def _unknown_key_message(word: str, section: str) -> str:
     near = get_close_matches(word, here if section in SECTIONS else [], n=1, cutoff=0.6)
     foreign = None if same_word else nearest_foreign_name(word)
     if foreign and get_close_matches(word, [*near, foreign], n=1) == [foreign]:  # nearer than the recipe's own keys
-        return f"{UNKNOWN}; did you mean `{foreign}`? It {replacement_message(REPLACEMENTS[foreign])}"
+        return f"{UNKNOWN}; did you mean `{foreign}`? It {replacement_message(replacements()[foreign])}"
     suggestions = [f"{section}.{name}".lstrip(".") for name in near] + same_word
     suggestions += get_close_matches(f"{section}.{word}".lstrip("."), KEYS, n=1, cutoff=0.7)
     if suggestions:

@@ -25,25 +25,12 @@ ALTERNATIVES = {
     "log.trackers": "log.tensorboard", "log.tensorboard": "log.trackers",
 }  # fmt: skip
 
-# Keys whose rules below also look at other sections, beside those that the schema says they need.
-SECTIONS_READ = {
-    "data.format": ("train",),
-    "data.seq_len": ("parallel",),
-    "data.window": ("model", "train"),
-    "model.attn_implementation": ("data", "train"),
-    "model.trainable": ("adapter",),
-    "adapter.kind": ("model",),
-    "fsdp.mixed_precision.param_dtype": ("model",),
-    "parallel.context": ("data", "model"),
-    "fsdp.activation_checkpointing": ("model",),
-    "eval.best_of": ("data",),
-    "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
-    "export.dtype": ("adapter",),
-}
-
 
 def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
+    """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly.
+
+    A message names a key of each section that its rule reads, as `reader.parse` expects.
+    """
     of_data = {path for path in where if path.startswith("data.")} if recipe.data.sources else set()
     yield from _unmet_needs(recipe, where.keys() - of_data)
     yield from path_problems(recipe)
@@ -107,14 +94,9 @@ def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
     if steps[1] - steps[0] >= MOST_PROFILED:
         return Problem(f"steps: {value_text(steps)} are more than {MOST_PROFILED} steps: {example}", PROFILE)
     if total_steps is not None and steps[1] > total_steps:
-        return Problem(f"steps: {value_text(steps)}, but the last step of the run is {total_steps}", PROFILE)
+        last = f"the last step of the run is {total_steps} (train.steps, train.epochs)"
+        return Problem(f"steps: {value_text(steps)}, but {last}", PROFILE)
     return None
-
-
-def sections_read(path: str) -> set[str]:
-    """Return the sections that decide whether a key is valid: its own, and those of what it needs."""
-    needs = KEYS[path].needs if path in KEYS else ()
-    return {*(each.partition(".")[0] for each in (path, *needs)), *SECTIONS_READ.get(path, ())}
 
 
 def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
@@ -159,7 +141,7 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 
 def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
     kernel, how, context = recipe.model.attn_implementation, recipe.fsdp.recomputation, recipe.parallel.context
-    if kernel == "flash_attention_2" and not one_row_if_packed(recipe):
+    if kernel == "flash_attention_2" and recipe.documents_share_sequences and recipe.train.micro_batch_size > 1:
         apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
         yield Problem(
             "flash_attention_2 supports several documents in a sequence only in micro-batches of one: set "
@@ -167,13 +149,14 @@ def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
             "model.attn_implementation",
         )
     if context > 1 and kernel not in ("auto", "sdpa"):
-        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
+        message = f"has no effect with model.attn_implementation: {kernel}, which computes whole rows: use auto or sdpa"
+        yield Problem(message, "parallel.context")
     for name in ("offload", "keep_attention"):
         if getattr(how, name) and how.kind != "full":
             message = f"{name} has no effect with kind: {how.kind}: use kind: full"
             yield Problem(message, "fsdp.activation_checkpointing")
     if how.keep_attention and how.kind == "full" and kernel not in ("auto", "sdpa"):
-        message = f"keep_attention is not possible with {kernel} attention: use auto or sdpa"
+        message = f"keep_attention is not possible with model.attn_implementation: {kernel}: use auto or sdpa"
         yield Problem(message, "fsdp.activation_checkpointing")
 
 
@@ -190,17 +173,13 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
             yield Problem("is determined by the folder of adapter.from: remove this key", path)
     set_dtype = "export.dtype" in where and recipe.export.dtype != Recipe().export.dtype
     if adapter.kind and recipe.export.adapter == "separate" and set_dtype:
-        yield Problem(
-            "has no effect with export.adapter: separate (in model.dtype): use merged or both", "export.dtype"
+        message = (
+            "an adapter (adapter.kind) is exported in model.dtype with export.adapter: separate: use merged or both"
         )
+        yield Problem(f"has no effect: {message}", "export.dtype")
     for path, freezes in (("adapter.kind", adapter.kind is not None), ("model.trainable", bool(model.trainable))):
         if freezes and (model.id is None or model.init == "random"):
             yield Problem("freezes weights, which must be pretrained: set model.id, without model.init: random", path)
-
-
-def one_row_if_packed(recipe: Recipe) -> bool:
-    """Return whether no micro-batch has several rows of several documents: flash_attention_2 rejects them."""
-    return not recipe.documents_share_sequences or recipe.train.micro_batch_size == 1
 
 
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -281,7 +260,7 @@ def _held_out_problems(recipe: Recipe) -> Iterator[Problem]:
     if "fraction" not in held_out or len(names) < 2:
         yield Problem("has no effect: the held-out rows are of one source (data.eval): remove it", "eval.best_of")
     elif best_of not in names:
-        message = f"{value_text(best_of)} is no source with held-out rows: use one of {', '.join(names)}"
+        message = f"{value_text(best_of)} is no source with held-out rows (data.eval): use one of {', '.join(names)}"
         yield Problem(message, "eval.best_of")
 
 
@@ -321,7 +300,8 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
     tokens = recipe.train.micro_batch_size * recipe.data.seq_len // max(1, recipe.parallel.context)
     if tokens % FLOAT8_MULTIPLE:
         message = (
-            f"micro-batches need a multiple of {FLOAT8_MULTIPLE} tokens, and these have {tokens}: change data.seq_len"
+            f"micro-batches need a multiple of {FLOAT8_MULTIPLE} tokens on each rank, and these have {tokens} "
+            "(micro_batch_size × data.seq_len / parallel.context): change data.seq_len"
         )
         yield Problem(message, "train.float8")
     if isinstance(recipe.fsdp.wrap, list) and "Linear" in recipe.fsdp.wrap:

@@ -1,4 +1,4 @@
-"""The schema of a recipe: every key with its type, default, limits and a one-sentence description."""
+"""The schema of a recipe: every key with its type, default and limits, and what it does in the docstring above it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
 DPO = {"train.objective": ["dpo"]}
 
 
-def key(default: Any, doc: str, **limits: Any) -> Any:
-    """Declare a recipe key: its default, a sentence that describes it, and its limits.
+def key(default: Any, **limits: Any) -> Any:
+    """Declare a recipe key that has limits, or a default that is a list or a mapping.
 
     `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
     values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
@@ -31,82 +31,69 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     keys are free; `items` is the dataclass of the items of a list. `any_text` allows strings that are empty, white
     space or control characters.
     """
-    metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: type(default)(default), metadata=limits)
+    return field(default=default, metadata=limits)
 
 
 @dataclass
 class Model:
-    """The model, where it comes from, and the dtype of its master weights."""
+    """The model, where it comes from, and the dtype of its master weights.
 
-    id: str | None = key(None, "Hub id or local folder; null, with a whole `config`: a model from scratch")
-    revision: str | None = key(None, "branch, tag or commit of a model on the Hub", needs="model.id")
-    tokenizer: Any = key(
-        None,
-        "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",
-        forms=(None, str, {"train": int}),
-    )
-    add_tokens: list[str] = key(
-        [],
-        'special tokens to add to the tokenizer, such as ["<|think|>"]; the embedding and the head grow by their rows, '
-        "which are at first the mean of the others (random if the model is)",
-    )
-    config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
-    ignore_weights: list[str] = key(
-        [],
-        "tensors of the files, by name or pattern, that the architecture does not know; they are not exported",
-        needs={"model.init": ["pretrained"]},
-    )
-    init: Literal["pretrained", "random"] = key(
-        "pretrained", "pretrained: load the weights; random: draw them from `seed`"
-    )
-    dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer state")
-    trainable: list[str] = key(
-        [],
-        "train only these parameters, given by names, parts of names (`lm_head`, `layers.31`) or patterns (`*` matches "
-        "any characters), and freeze the others; empty: train all",
-    )
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
-        "auto",
-        "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
-        "supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto: that, else sdpa "
-        "(on a CPU in tiles if that is faster), else eager",
-    )
+    id: Hub id or local folder; null, with a whole `config`: a model from scratch
+    revision: branch, tag or commit of a model on the Hub
+    tokenizer: folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path
+    add_tokens: special tokens to add to the tokenizer, such as ["<|think|>"]; the embedding and the head grow by their
+        rows, which are at first the mean of the others (random if the model is)
+    config: overrides of the model's config or, with `model_type`, a whole config
+    ignore_weights: tensors of the files, by name or pattern, that the architecture does not know; they are not exported
+    init: pretrained: load the weights; random: draw them from `seed`
+    dtype: dtype of the master weights and of the optimizer state
+    trainable: train only these parameters, given by names, parts of names (`lm_head`, `layers.31`) or patterns (`*`
+        matches any characters), and freeze the others; empty: train all
+    attn_implementation: attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without
+        masks, if that supports the model (cuDNN's on Hopper and Blackwell if sequences are single documents); auto:
+        that, else sdpa (on a CPU in tiles if that is faster), else eager
+    """
+
+    id: str | None = None
+    revision: str | None = key(None, needs="model.id")
+    tokenizer: Any = key(None, forms=(None, str, {"train": int}))
+    add_tokens: list[str] = key([])
+    config: dict[str, Any] = key({})
+    ignore_weights: list[str] = key([], needs={"model.init": ["pretrained"]})
+    init: Literal["pretrained", "random"] = "pretrained"
+    dtype: Dtype = "float32"
+    trainable: list[str] = key([])
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
 
 
 @dataclass
 class Adapter:
-    """Adapters (LoRA): small matrices that are trained beside the frozen weights of a pretrained model."""
+    """Adapters (LoRA): small matrices that are trained beside the frozen weights of a pretrained model.
 
-    kind: Literal["lora", "qlora"] | None = key(
-        None,
-        "lora: train low-rank adapters and freeze the model's own weights; qlora: the same, with the frozen weights of "
-        "linear layers in 4 bits (NF4); null: train the model itself",
-    )
-    r: int = key(16, "rank of the adapters", needs="adapter.kind", at_least=1, at_most=2**14)
-    alpha: float = key(32.0, "an adapter's output is multiplied by alpha / r", needs="adapter.kind", above=0)
-    dropout: float = key(
-        0.0, "share of an adapter's inputs that are set to 0", needs="adapter.kind", unset=0.0, at_least=0, at_most=0.9
-    )
-    target: Any = key(
-        "all-linear",
-        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`, "
-        "`experts`) and patterns (`*` matches any characters), in which all-linear may be one",
-        needs="adapter.kind",
-        forms=("all-linear", list[str]),
-    )
-    modules_to_save: list[str] = key(
-        [], "modules that are trained as a whole beside the adapters, by name or its end", needs="adapter.kind"
-    )
-    use_dora: bool = key(False, "DoRA: also train the norm of every weight vector", needs="adapter.kind")
-    use_rslora: bool = key(False, "multiply by alpha / √r instead of alpha / r", needs="adapter.kind")
-    from_: str | None = key(
-        None,
-        "folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`",
-        needs="adapter.kind",
-    )
+    kind: lora: train low-rank adapters and freeze the model's own weights; qlora: the same, with the frozen weights of
+        linear layers in 4 bits (NF4); null: train the model itself
+    r: rank of the adapters
+    alpha: an adapter's output is multiplied by alpha / r
+    dropout: share of an adapter's inputs that are set to 0
+    target: the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`,
+        `experts`) and patterns (`*` matches any characters), in which all-linear may be one
+    modules_to_save: modules that are trained as a whole beside the adapters, by name or its end
+    use_dora: DoRA: also train the norm of every weight vector
+    use_rslora: multiply by alpha / √r instead of alpha / r
+    from: folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`
+    """
+
+    kind: Literal["lora", "qlora"] | None = None
+    r: int = key(16, needs="adapter.kind", at_least=1, at_most=2**14)
+    alpha: float = key(32.0, needs="adapter.kind", above=0)
+    dropout: float = key(0.0, needs="adapter.kind", unset=0.0, at_least=0, at_most=0.9)
+    target: Any = key("all-linear", needs="adapter.kind", forms=("all-linear", list[str]))
+    modules_to_save: list[str] = key([], needs="adapter.kind")
+    use_dora: bool = key(False, needs="adapter.kind")
+    use_rslora: bool = key(False, needs="adapter.kind")
+    from_: str | None = key(None, needs="adapter.kind")
 
 
 Treatment = LongRows | Literal["continued"]  # of rows that are longer than a sequence
@@ -114,101 +101,75 @@ Treatment = LongRows | Literal["continued"]  # of rows that are longer than a se
 
 @dataclass
 class SourceKeys:
-    """The keys of `data` that each of several sources may have for itself."""
+    """The keys of `data` that each of several sources may have for itself.
 
-    path: Any = key(
-        None,
-        "file, glob or folder (of several splits: that to train on), also in an object store (s3://BUCKET/…, gs://, "
-        "az://), a list of them, or a Hub data set as org/name[:config[:split]]",
-        forms=(None, str, list[str]),
-    )
-    revision: str | None = key(
-        None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"
-    )
-    format: Format = key(
-        DEFAULT_FORMAT,
-        "what a row contains: text, a conversation, a prompt with its completion, or a preference between two answers",
-    )
-    columns: dict[str, Any] = key(
-        {},
-        "field → its column, where the names differ; a list of columns is joined, and its last one is trained",
-        values=(str, list[str]),
-    )
-    train_on: Literal["all", "completion"] = key(
-        "completion", "which tokens count in the loss (format text: all)", needs=PARTLY_TRAINED, unset="all"
-    )
+    path: file, glob or folder (of several splits: that to train on), also in an object store (s3://BUCKET/…, gs://,
+        az://), a list of them, or a Hub data set as org/name[:config[:split]]
+    revision: branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start
+    format: what a row contains: text, a conversation, a prompt with its completion, or a preference between two answers
+    columns: field → its column, where the names differ; a list of columns is joined, and its last one is trained
+    train_on: which tokens count in the loss (format text: all)
+    separator: text between prompt and completion, a part of the prompt ("\\n": a line break)
+    long_rows: what happens to rows of more than seq_len tokens; null: split for text, else cut
+    turns: the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without
+        their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row
+    chat_template_kwargs: values for variables of the chat template, such as {enable_thinking: false}
+    max_rows: read at most this many rows
+    """
+
+    path: Any = key(None, forms=(None, str, list[str]))
+    revision: str | None = None
+    format: Format = DEFAULT_FORMAT
+    columns: dict[str, Any] = key({}, values=(str, list[str]))
+    train_on: Literal["all", "completion"] = key("completion", needs=PARTLY_TRAINED, unset="all")
     separator: str = key(
-        "",
-        'text between prompt and completion, a part of the prompt ("\\n": a line break)',
-        needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]},
-        any_text=True,
+        "", needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]}, any_text=True
     )
-    long_rows: LongRows | None = key(
-        None,
-        "what happens to rows of more than seq_len tokens; null: split for text, else cut",
-        needs={"data.packing": ["bfd", "none"]},
-    )
+    long_rows: LongRows | None = key(None, needs={"data.packing": ["bfd", "none"]})
     turns: Literal["all", "last", "split"] = key(
         "all",
-        "the assistant's turns that a conversation trains, for templates that render earlier turns otherwise (without "
-        "their reasoning): all; last: the last one alone; split: each in a row of its own, as the last one of its row",
         needs={"data.format": [form for form in Format if form.is_chat], "data.train_on": ["completion"]},
         unset="all",
     )
-    chat_template_kwargs: dict[str, Any] = key(
-        {}, "values for variables of the chat template, such as {enable_thinking: false}", needs=RENDERED, unset={}
-    )
-    max_rows: int | None = key(None, "read at most this many rows", at_least=1)
+    chat_template_kwargs: dict[str, Any] = key({}, needs=RENDERED, unset={})
+    max_rows: int | None = key(None, at_least=1)
 
 
 @dataclass
 class DataSource(SourceKeys):
-    """One of several sources of data; a key of `data` that it leaves out is as in `data`."""
+    """One of several sources of data; a key of `data` that it leaves out is as in `data`.
 
-    name: str | None = key(None, "what events and tables call it; default: the last part of its path, without suffixes")
-    weight: float | None = key(
-        None, "its share of the sequences that are trained, relative to the weights of the others", above=0
-    )
-    epochs: float | None = key(
-        None, "without weights: how often it is read in one epoch of the run (default: 1)", above=0
-    )
+    name: what events and tables call it; default: the last part of its path, without suffixes
+    weight: its share of the sequences that are trained, relative to the weights of the others
+    epochs: without weights: how often it is read in one epoch of the run (default: 1)
+    """
+
+    name: str | None = None
+    weight: float | None = key(None, above=0)
+    epochs: float | None = key(None, above=0)
 
 
 @dataclass
 class Data(SourceKeys):
-    """The training data, and how its rows become sequences of tokens."""
+    """The training data, and how its rows become sequences of tokens.
 
-    sources: list[dict[str, Any]] = key(
-        [],
-        "in place of `path`, a mixture: a list of {path, weight or epochs, name} and any key above, which is then for "
-        "that source alone; an epoch of the run has as many sequences as all sources together",
-        items=DataSource,
-        any_text=True,
-    )
-    window: int | None = key(
-        None,
-        "prepare and read the files of `path` in groups of this many, drawn by `seed`, the next one while one is "
-        "trained, and remove what was prepared of those before; null: all files before the first step",
-        needs="train.steps",
-        at_least=1,
-    )
-    seq_len: int = key(2048, "tokens per sequence", at_least=8)
-    packing: Literal["bfd", "concat", "none"] = key(
-        "bfd",
-        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
-    )
-    chat_template: str | None = key(
-        None,
-        "a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too",
-        needs=RENDERED,
-        any_text=True,
-    )
-    eval: Any = key(
-        None,
-        "held-out data: {path, max_rows}, beside `sources` with {source}, the name of the one as whose rows they are "
-        "read; or {fraction} of the tokens of every source, as whole rows chosen by `seed`",
-        forms=(None, {"path": str, "max_rows?": int, "source?": str}, {"fraction": float}),
-    )
+    sources: in place of `path`, a mixture: a list of {path, weight or epochs, name} and any key above, which is then
+        for that source alone; an epoch of the run has as many sequences as all sources together
+    window: prepare and read the files of `path` in groups of this many, drawn by `seed`, the next one while one is
+        trained, and remove what was prepared of those before; null: all files before the first step
+    seq_len: tokens per sequence
+    packing: bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence
+    chat_template: a chat template, as a file or a Jinja text, instead of the tokenizer's; the export has it too
+    eval: held-out data: {path, max_rows}, beside `sources` with {source}, the name of the one as whose rows they are
+        read; or {fraction} of the tokens of every source, as whole rows chosen by `seed`
+    """
+
+    sources: list[dict[str, Any]] = key([], items=DataSource, any_text=True)
+    window: int | None = key(None, needs="train.steps", at_least=1)
+    seq_len: int = key(2048, at_least=8)
+    packing: Literal["bfd", "concat", "none"] = "bfd"
+    chat_template: str | None = key(None, needs=RENDERED, any_text=True)
+    eval: Any = key(None, forms=(None, {"path": str, "max_rows?": int, "source?": str}, {"fraction": float}))
 
     @property
     def treatment(self) -> Treatment:
@@ -218,15 +179,17 @@ class Data(SourceKeys):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes of compute, of gradient reduction and of the model's buffers."""
+    """The dtypes of compute, of gradient reduction and of the model's buffers.
 
-    param_dtype: ComputeDtype = key(
-        "bfloat16",
-        "dtype of gathered parameters, activations and matrix products; float16, for GPUs without bfloat16, comes with "
-        "a dynamic loss scale",
-    )
-    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (afterwards model.dtype)")
-    buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
+    param_dtype: dtype of gathered parameters, activations and matrix products; float16, for GPUs without bfloat16,
+        comes with a dynamic loss scale
+    reduce_dtype: dtype in which gradients are summed over ranks (afterwards model.dtype)
+    buffer_dtype: dtype of floating-point buffers; null: as the model creates them
+    """
+
+    param_dtype: ComputeDtype = "bfloat16"
+    reduce_dtype: Dtype = "float32"
+    buffer_dtype: Dtype | None = None
 
 
 KINDS_OF_RECOMPUTATION = {"kind": Literal["none", "full", "selective"], "offload?": bool, "keep_attention?": bool}
@@ -249,52 +212,43 @@ class Recomputation:
 
 @dataclass
 class Fsdp:
-    """How parameters, gradients and optimizer state are sharded over the ranks."""
+    """How parameters, gradients and optimizer state are sharded over the ranks.
 
-    strategy: Strategy = key(
-        DEFAULT_STRATEGY, "what is sharded over which ranks, and whether gathered weights are freed after forward"
-    )
+    strategy: what is sharded over which ranks, and whether gathered weights are freed after forward
+    shard_size: HYBRID_*: ranks that share one copy; default: the ranks of a node
+    wrap: what becomes a unit: auto (the model's decoder layers), a list of class names, or {min_params: N}
+    backward_prefetch: BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE:
+        when needed
+    forward_prefetch: extra units to gather ahead in forward
+    accumulation: reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least
+        traffic); hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and
+        copy them to the host (cpu_offload) only in the last
+    bucket_cap_mb: NO_SHARD: units are joined while their gradients have at most so many MiB, which one all-reduce then
+        sums, as in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are
+        joined
+    cpu_offload: keep parameter shards, gradients and optimizer state in host memory
+    activation_checkpointing: what backward recomputes: none, full, selective (all but matrix products and attention),
+        {every: n} layers; {kind: full, keep_attention: true, offload: true}: full, but attention; what a layer keeps
+        (its input, and the result of attention) waits in host memory
+    """
+
+    strategy: Strategy = DEFAULT_STRATEGY
     shard_size: int | None = key(
-        None,
-        "HYBRID_*: ranks that share one copy; default: the ranks of a node",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.in_groups]},
-        at_least=1,
+        None, needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.in_groups]}, at_least=1
     )
-    wrap: Any = key(
-        "auto",
-        "what becomes a unit: auto (the model's decoder layers), a list of class names, or {min_params: N}",
-        forms=("auto", list[str], {"min_params": int}),
-    )
+    wrap: Any = key("auto", forms=("auto", list[str], {"min_params": int}))
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] = key(
-        "BACKWARD_PRE",
-        "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
-        unset="NONE",
+        "BACKWARD_PRE", needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]}, unset="NONE"
     )
-    forward_prefetch: int = key(
-        0, "extra units to gather ahead in forward", needs=GATHERS, unset=0, at_least=0, at_most=16
-    )
-    accumulation: Literal["reduce", "hold", "hold_shards"] = key(
-        "reduce",
-        "reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least traffic); "
-        "hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and copy them "
-        "to the host (cpu_offload) only in the last",
-    )
+    forward_prefetch: int = key(0, needs=GATHERS, unset=0, at_least=0, at_most=16)
+    accumulation: Literal["reduce", "hold", "hold_shards"] = "reduce"
     bucket_cap_mb: int | None = key(
-        None,
-        "NO_SHARD: units are joined while their gradients have at most so many MiB, which one all-reduce then sums, as "
-        "in DDP's buckets: faster where units are small, as in small models or beside adapters; null: none are joined",
-        needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]},
-        at_least=1,
+        None, needs={"fsdp.strategy": [strategy for strategy in Strategy if not strategy.gathers]}, at_least=1
     )
-    cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
+    cpu_offload: bool = False
     activation_checkpointing: Any = key(
-        "none",
-        "what backward recomputes: none, full, selective (all but matrix products and attention), {every: n} layers; "
-        "{kind: full, keep_attention: true, offload: true}: full, but attention; what a layer keeps (its input, and "
-        "the result of attention) waits in host memory",
-        forms=("none", "full", "selective", {"every": int}, KINDS_OF_RECOMPUTATION),
+        "none", forms=("none", "full", "selective", {"every": int}, KINDS_OF_RECOMPUTATION)
     )
 
     @property
@@ -306,13 +260,12 @@ class Fsdp:
 
 @dataclass
 class Parallel:
-    """How ranks share the computation of a row."""
+    """How ranks share the computation of a row.
 
-    context: int = key(
-        1,
-        "ranks that share each row, for long sequences: each has a part of the tokens, and in attention of the heads",
-        at_least=1,
-    )
+    context: ranks that share each row, for long sequences: each has a part of the tokens, and in attention of the heads
+    """
+
+    context: int = key(1, at_least=1)
 
 
 def _optimizers_with(setting: str) -> dict[str, Any]:
@@ -321,38 +274,24 @@ def _optimizers_with(setting: str) -> dict[str, Any]:
 
 @dataclass
 class Optim:
-    """The optimizer."""
+    """The optimizer.
 
-    name: OptimizerKind = key(
-        DEFAULT_OPTIMIZER,
-        "the optimizer; muon orthogonalises the updates of hidden matrices and uses AdamW for the rest",
-    )
-    lr: float = key(2e-5, "peak learning rate", at_least=0)
-    betas: list[float] = key(
-        DEFAULT_OPTIMIZER.traits.settings["betas"],
-        "decay of the first and second moments; lion: of its momentum in the update and in itself, [0.9, 0.99]",
-        needs=_optimizers_with("betas"),
-        pair_below=1,
-    )
-    eps: float = key(
-        DEFAULT_OPTIMIZER.traits.settings["eps"],
-        "added to the root of the second moment",
-        needs=_optimizers_with("eps"),
-        above=0,
-    )
-    momentum: float = key(
-        0.9,
-        "sgd and muon: decay of the momentum (muon: 0.95); sgd with 0 keeps no state",
-        needs=_optimizers_with("momentum"),
-        at_least=0,
-        at_most=0.9999,
-    )
-    weight_decay: float = key(
-        0.1,
-        "decay of matrices, not of norms, biases and embeddings; decoupled, but sgd adds it to the gradient",
-        at_least=0,
-    )
-    max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
+    name: the optimizer; muon orthogonalises the updates of hidden matrices and uses AdamW for the rest
+    lr: peak learning rate
+    betas: decay of the first and second moments; lion: of its momentum in the update and in itself, [0.9, 0.99]
+    eps: added to the root of the second moment
+    momentum: sgd and muon: decay of the momentum (muon: 0.95); sgd with 0 keeps no state
+    weight_decay: decay of matrices, not of norms, biases and embeddings; decoupled, but sgd adds it to the gradient
+    max_grad_norm: clip the global gradient norm to this; null: never
+    """
+
+    name: OptimizerKind = DEFAULT_OPTIMIZER
+    lr: float = key(2e-5, at_least=0)
+    betas: list[float] = key(DEFAULT_OPTIMIZER.traits.settings["betas"], needs=_optimizers_with("betas"), pair_below=1)
+    eps: float = key(DEFAULT_OPTIMIZER.traits.settings["eps"], needs=_optimizers_with("eps"), above=0)
+    momentum: float = key(0.9, needs=_optimizers_with("momentum"), at_least=0, at_most=0.9999)
+    weight_decay: float = key(0.1, at_least=0)
+    max_grad_norm: float | None = key(1.0, above=0)
 
     def state(self, weight: Weight, master: Dtype) -> list[StateTensor]:
         """Return what the optimizer keeps for a parameter with master weights in `master`."""
@@ -367,169 +306,130 @@ class Optim:
 
 @dataclass
 class Schedule:
-    """The learning rate as a function of the step."""
+    """The learning rate as a function of the step.
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape after the warm-up")
-    warmup: float = key(
-        0.03, "length of the warm-up: a fraction of all steps if below 1, else a number of steps", at_least=0
-    )
-    min_lr: float = key(
-        0.1,
-        "lowest learning rate, as a fraction of optim.lr",
-        needs={"schedule.name": ["linear", "cosine", "wsd"]},
-        at_least=0,
-        at_most=1,
-    )
+    name: shape after the warm-up
+    warmup: length of the warm-up: a fraction of all steps if below 1, else a number of steps
+    min_lr: lowest learning rate, as a fraction of optim.lr
+    """
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: float = key(0.03, at_least=0)
+    min_lr: float = key(0.1, needs={"schedule.name": ["linear", "cosine", "wsd"]}, at_least=0, at_most=1)
 
 
 @dataclass
 class Dpo:
-    """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0."""
+    """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0.
 
-    beta: float = key(
-        0.1, "how strongly the model is held to the reference: the larger, the closer it stays", needs=DPO, above=0.0
-    )
-    label_smoothing: float = key(
-        0.0,
-        "share of the pairs that are assumed to be labelled the wrong way round",
-        needs=DPO,
-        at_least=0.0,
-        at_most=0.5,
-    )
-    sft_weight: float = key(
-        0.0, "add this times the cross-entropy of each chosen answer, averaged over its tokens", needs=DPO, at_least=0.0
-    )
+    beta: how strongly the model is held to the reference: the larger, the closer it stays
+    label_smoothing: share of the pairs that are assumed to be labelled the wrong way round
+    sft_weight: add this times the cross-entropy of each chosen answer, averaged over its tokens
+    """
+
+    beta: float = key(0.1, needs=DPO, above=0.0)
+    label_smoothing: float = key(0.0, needs=DPO, at_least=0.0, at_most=0.5)
+    sft_weight: float = key(0.0, needs=DPO, at_least=0.0)
 
 
 @dataclass
 class Train:
-    """What to learn, how long, and in what batches."""
+    """What to learn, how long, and in what batches.
 
-    epochs: float | None = key(1.0, "passes over the data; null: train.steps says how long", above=0)
-    steps: int | None = key(None, "optimizer steps; replaces epochs", at_least=1)
-    global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
-    micro_batch_size: int = key(1, "sequences that a rank computes at a time", at_least=1)
-    objective: Literal["next_token", "dpo"] = key(
-        "next_token",
-        "next_token: predict the trained tokens; dpo: prefer the chosen answer of each pair to the rejected one",
-    )
+    epochs: passes over the data; null: train.steps says how long
+    steps: optimizer steps; replaces epochs
+    global_batch_size: sequences per optimizer step, over all ranks
+    micro_batch_size: sequences that a rank computes at a time
+    objective: next_token: predict the trained tokens; dpo: prefer the chosen answer of each pair to the rejected one
+    loss: chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once
+    compile: apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler
+    float8: round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or
+        for each tensor, which is faster and coarser; null: compute them in param_dtype
+    deterministic: refuse kernels that are not bitwise reproducible
+    on_nonfinite: stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights
+    max_skipped: with on_nonfinite: skip, the most steps in a row that may be skipped
+    """
+
+    epochs: float | None = key(1.0, above=0)
+    steps: int | None = key(None, at_least=1)
+    global_batch_size: int = key(64, at_least=1)
+    micro_batch_size: int = key(1, at_least=1)
+    objective: Literal["next_token", "dpo"] = "next_token"
     dpo: Dpo = field(default_factory=Dpo)
-    loss: Literal["chunked", "plain"] = key(
-        "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
-    )
-    compile: Any = key(
-        "auto",
-        "apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler",
-        forms=("auto", bool),
-    )
-    float8: Literal["rowwise", "tensorwise"] | None = key(
-        None,
-        "round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or "
-        "for each tensor, which is faster and coarser; null: compute them in param_dtype",
-    )
-    deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
-    on_nonfinite: Literal["stop", "skip"] = key(
-        "stop", "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights"
-    )
-    max_skipped: int = key(
-        3,
-        "with on_nonfinite: skip, the most steps in a row that may be skipped",
-        needs={"train.on_nonfinite": ["skip"]},
-        at_least=1,
-    )
+    loss: Literal["chunked", "plain"] = "chunked"
+    compile: Any = key("auto", forms=("auto", bool))
+    float8: Literal["rowwise", "tensorwise"] | None = None
+    deterministic: bool = False
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = key(3, needs={"train.on_nonfinite": ["skip"]}, at_least=1)
 
 
 @dataclass
 class Eval:
-    """Held-out evaluation."""
+    """Held-out evaluation.
 
-    every: int | None = key(
-        None,
-        "steps between evaluations; the first weights and the last step are always evaluated",
-        needs="data.eval",
-        at_least=1,
-    )
-    patience: int | None = key(
-        None, "end the run after this many evaluations without a lower held-out loss", needs="eval.every", at_least=1
-    )
-    best_of: str | None = key(
-        None,
-        "the source whose held-out loss says which step is best, for patience, keep_best and export; null: that of all",
-        needs="eval.every",
-    )
-    prompts: list[str] = key(
-        [],
-        "texts that the model continues greedily at each evaluation; for a source of chats, messages of a user",
-        needs="data.eval",
-        any_text=True,
-    )
-    max_new_tokens: int = key(
-        64,
-        "the most tokens of each continuation; all ranks compute a forward pass for each",
-        needs="eval.prompts",
-        unset=64,
-        at_least=1,
-    )
+    every: steps between evaluations; the first weights and the last step are always evaluated
+    patience: end the run after this many evaluations without a lower held-out loss
+    best_of: the source whose held-out loss says which step is best, for patience, keep_best and export; null: that of
+        all
+    prompts: texts that the model continues greedily at each evaluation; for a source of chats, messages of a user
+    max_new_tokens: the most tokens of each continuation; all ranks compute a forward pass for each
+    """
+
+    every: int | None = key(None, needs="data.eval", at_least=1)
+    patience: int | None = key(None, needs="eval.every", at_least=1)
+    best_of: str | None = key(None, needs="eval.every")
+    prompts: list[str] = key([], needs="data.eval", any_text=True)
+    max_new_tokens: int = key(64, needs="eval.prompts", unset=64, at_least=1)
 
 
 @dataclass
 class Checkpoint:
-    """Sharded checkpoints, from which a run resumes."""
+    """Sharded checkpoints, from which a run resumes.
 
-    every: int | None = key(500, "steps between checkpoints; null: only when the run is stopped or ends", at_least=1)
-    path: str | None = key(
-        None,
-        "where the checkpoints go: a folder that all ranks see, or a place in an object store (s3://BUCKET/FOLDER, "
-        "gs://, az://) for this run alone; null: the run folder",
-    )
-    keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
-    keep_best: int | None = key(
-        None,
-        "also keep this many checkpoints with the lowest held-out loss (eval.best_of)",
-        needs="eval.every",
-        at_least=1,
-    )
-    async_: bool = key(
-        True, "write in the background; training waits only for the copy to host memory", needs="checkpoint.every"
-    )
-    verify: Literal["read-back", "checksum"] = key(
-        "read-back",
-        "read-back: compare each file with memory after it was written, by reading it from the disk, before older "
-        "checkpoints are removed; checksum: store its checksum only, which a resume compares anyway",
-    )
-    resume: Literal["auto", "never"] = key("auto", "auto: continue from the newest valid checkpoint in output_dir")
+    every: steps between checkpoints; null: only when the run is stopped or ends
+    path: where the checkpoints go: a folder that all ranks see, or a place in an object store (s3://BUCKET/FOLDER,
+        gs://, az://) for this run alone; null: the run folder
+    keep: number of verified checkpoints to keep
+    keep_best: also keep this many checkpoints with the lowest held-out loss (eval.best_of)
+    async: write in the background; training waits only for the copy to host memory
+    verify: read-back: compare each file with memory after it was written, by reading it from the disk, before older
+        checkpoints are removed; checksum: store its checksum only, which a resume compares anyway
+    resume: auto: continue from the newest valid checkpoint in output_dir
+    """
+
+    every: int | None = key(500, at_least=1)
+    path: str | None = None
+    keep: int = key(2, at_least=1)
+    keep_best: int | None = key(None, needs="eval.every", at_least=1)
+    async_: bool = key(True, needs="checkpoint.every")
+    verify: Literal["read-back", "checksum"] = "read-back"
+    resume: Literal["auto", "never"] = "auto"
 
 
 @dataclass
 class Export:
-    """The exported Hugging Face folder."""
+    """The exported Hugging Face folder.
 
-    at_end: bool = key(True, "export when training ends")
-    which: Literal["last", "best"] = key(
-        "last",
-        "the weights to export: those of the last step, or those with the lowest held-out loss",
-        needs="checkpoint.keep_best",
-        unset="last",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
-    adapter: Literal["separate", "merged", "both"] = key(
-        "separate",
-        "with an adapter, separate: the adapter alone, in peft's format and model.dtype; merged: the model, with the "
-        "adapter added to its weights; both: merged, with the adapter in the subfolder `adapter`",
-        needs="adapter.kind",
-    )
+    at_end: export when training ends
+    which: the weights to export: those of the last step, or those with the lowest held-out loss
+    dtype: dtype of the exported weights
+    adapter: with an adapter, separate: the adapter alone, in peft's format and model.dtype; merged: the model, with the
+        adapter added to its weights; both: merged, with the adapter in the subfolder `adapter`
+    merge_base: with adapter.kind: qlora, the weights that the adapter is merged into. original: those of the files;
+        dequantized: those that the adapter was trained with
+    compare: open the folder in a fresh process at the end of a run, and compare its logits with those of the trained
+        model before it replaces an earlier one
+    """
+
+    at_end: bool = True
+    which: Literal["last", "best"] = key("last", needs="checkpoint.keep_best", unset="last")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    adapter: Literal["separate", "merged", "both"] = key("separate", needs="adapter.kind")
     merge_base: Literal["original", "dequantized"] = key(
-        "original",
-        "with adapter.kind: qlora, the weights that the adapter is merged into. original: those of the files; "
-        "dequantized: those that the adapter was trained with",
-        needs={"adapter.kind": ["qlora"], "export.adapter": ["merged", "both"]},
-        unset="original",
+        "original", needs={"adapter.kind": ["qlora"], "export.adapter": ["merged", "both"]}, unset="original"
     )
-    compare: bool = key(
-        True,
-        "open the folder in a fresh process at the end of a run, and compare its logits with those of the trained "
-        "model before it replaces an earlier one",
-    )
+    compare: bool = True
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]  # each the name of its library, too
@@ -537,26 +437,24 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]  # each the n
 
 @dataclass
 class Log:
-    """What a run records."""
+    """What a run records.
 
-    every: int = key(1, "steps between `step` events", at_least=1)
-    trackers: list[TrackerName] = key(
-        ["tensorboard"],
-        "trackers that get what metrics.jsonl records: tensorboard, wandb, mlflow and trackio; the variables of their "
-        "libraries (WANDB_MODE, MLFLOW_TRACKING_URI, …) say where to, and have the keys to their servers",
-    )
-    tensorboard: bool | None = key(None, "short for log.trackers: true is [tensorboard], false is []")
-    project: str | None = key(
-        None,
-        "project of wandb and trackio, and experiment of mlflow; null: what WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME "
-        "say, else `fsdptrain`",
-    )
-    forecast: bool = key(True, "on GPUs: forecast the run when it has ended, and compare the two")
-    profile: Any = key(
-        None,
-        "{steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot",
-        forms=(None, {"steps": list[int]}),
-    )
+    every: steps between `step` events
+    trackers: trackers that get what metrics.jsonl records: tensorboard, wandb, mlflow and trackio; the variables of
+        their libraries (WANDB_MODE, MLFLOW_TRACKING_URI, …) say where to, and have the keys to their servers
+    tensorboard: short for log.trackers: true is [tensorboard], false is []
+    project: project of wandb and trackio, and experiment of mlflow; null: what WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
+        say, else `fsdptrain`
+    forecast: on GPUs: forecast the run when it has ended, and compare the two
+    profile: {steps: [FIRST, LAST]}: write a trace of these steps on each rank and, on GPUs, a memory snapshot
+    """
+
+    every: int = key(1, at_least=1)
+    trackers: list[TrackerName] = key(["tensorboard"])
+    tensorboard: bool | None = None
+    project: str | None = None
+    forecast: bool = True
+    profile: Any = key(None, forms=(None, {"steps": list[int]}))
 
     @property
     def chosen_trackers(self) -> list[TrackerName]:
@@ -574,37 +472,24 @@ NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 
 @dataclass
 class Launch:
-    """The worker processes and the nodes."""
+    """The worker processes and the nodes.
 
-    nproc_per_node: Any = key(
-        "auto",
-        "workers per node; auto: one per GPU that gets a micro-batch in each step, or 2 on a CPU",
-        forms=("auto", int),
-        at_least=1,
-        at_most=MAX_WORKERS,
-    )
-    nnodes: Any = key(
-        1,
-        "number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known. MIN:MAX: when a "
-        "node is lost, the run goes on with the others, if they are at least MIN, from the last checkpoint",
-        forms=(int, NODE_RANGE),
-        at_least=1,
-        at_most=MAX_NODES,
-    )
-    rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1 on plain hosts")
-    max_restarts: int = key(
-        0, "restarts after a worker or a node is lost; errors that would happen again are not retried", at_least=0
-    )
-    timeout_s: int = key(
-        300,
-        "seconds without a finished micro-batch before a run counts as hung; three times that before the first step",
-        at_least=1,
-    )
-    grace_s: int | None = key(
-        None,
-        "seconds that a stop may take, checkpoint included, before the workers are killed; null: no limit",
-        at_least=1,
-    )
+    nproc_per_node: workers per node; auto: one per GPU that gets a micro-batch in each step, or 2 on a CPU
+    nnodes: number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known. MIN:MAX: when a
+        node is lost, the run goes on with the others, if they are at least MIN, from the last checkpoint
+    rdzv_endpoint: host:port of the first node, for nnodes > 1 on plain hosts
+    max_restarts: restarts after a worker or a node is lost; errors that would happen again are not retried
+    timeout_s: seconds without a finished micro-batch before a run counts as hung; three times that before the first
+        step
+    grace_s: seconds that a stop may take, checkpoint included, before the workers are killed; null: no limit
+    """
+
+    nproc_per_node: Any = key("auto", forms=("auto", int), at_least=1, at_most=MAX_WORKERS)
+    nnodes: Any = key(1, forms=(int, NODE_RANGE), at_least=1, at_most=MAX_NODES)
+    rdzv_endpoint: str | None = None
+    max_restarts: int = key(0, at_least=0)
+    timeout_s: int = key(300, at_least=1)
+    grace_s: int | None = key(None, at_least=1)
 
 
 def node_range(nnodes: int | str) -> tuple[int, int]:
@@ -620,11 +505,15 @@ class Recipe:
     """A training recipe.
 
     Field names are the YAML keys; `async_` and `from_` are the keys `async` and `from`, which are Python keywords.
+
+    name: name of the run, used in output_dir
+    seed: seed of the initial weights, the data order and dropout
+    output_dir: the run folder
     """
 
-    name: str = key("run", "name of the run, used in output_dir")
-    seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
-    output_dir: str = key("runs/${name}", "the run folder")
+    name: str = "run"
+    seed: int = key(42, at_least=0, at_most=2**31 - 1)
+    output_dir: str = "runs/${name}"
     model: Model = field(default_factory=Model)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)

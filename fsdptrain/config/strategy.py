@@ -6,72 +6,43 @@ and, if its ranks form a new kind of mesh, the mesh to `parallel.world`.
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import StrEnum
+from typing import Literal
 
-
-class CopySpan(Enum):
-    """The ranks that share one copy of the model."""
-
-    WORLD = "all ranks"
-    GROUP = "groups of fsdp.shard_size ranks"
-    RANK = "each rank alone"
+CopySpan = Literal["world", "group", "rank"]  # the ranks that share one copy of the model: all, fsdp.shard_size, one
 
 
 class Strategy(StrEnum):
     """A sharding strategy; its value is the word in the recipe.
 
     `span`: the ranks that share one copy of the weights, gradients and optimizer state. `reshards`: gathered weights
-    are freed after forward and gathered again for backward; otherwise they stay until backward. `meaning` is the
-    description in the documentation. `aliases` are names that other tools use.
+    are freed after forward and gathered again for backward; otherwise they stay until backward.
     """
 
     span: CopySpan
     reshards: bool
-    meaning: str
-    aliases: tuple[str, ...]
 
-    FULL_SHARD = (
-        "FULL_SHARD", CopySpan.WORLD, True,
-        "weights, gradients, state sharded; weights freed after forward and gathered again for backward",
-        ("zero3", "fsdp"),
-    )  # fmt: skip
-    SHARD_GRAD_OP = (
-        "SHARD_GRAD_OP", CopySpan.WORLD, False,
-        "the same, but the gathered weights stay until the last backward of the step; ZeRO-2 keeps them for good",
-        ("zero2", "zero1"),
-    )  # fmt: skip
-    HYBRID_SHARD = (
-        "HYBRID_SHARD", CopySpan.GROUP, True,
-        "sharded within groups of `fsdp.shard_size` ranks, gradients summed over the groups",
-    )  # fmt: skip
-    HYBRID_SHARD_ZERO2 = (
-        "HYBRID_SHARD_ZERO2", CopySpan.GROUP, False,
-        "hybrid, and the gathered weights stay until the last backward of the step",
-    )  # fmt: skip
-    NO_SHARD = (
-        "NO_SHARD", CopySpan.RANK, False,
-        "a whole copy on every rank",
-        ("ddp",),
-    )  # fmt: skip
+    FULL_SHARD = "FULL_SHARD", "world", True
+    SHARD_GRAD_OP = "SHARD_GRAD_OP", "world", False
+    HYBRID_SHARD = "HYBRID_SHARD", "group", True
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2", "group", False
+    NO_SHARD = "NO_SHARD", "rank", False
 
-    def __new__(
-        cls, word: str, span: CopySpan, reshards: bool, meaning: str, aliases: tuple[str, ...] = ()
-    ) -> Strategy:
+    def __new__(cls, word: str, span: CopySpan, reshards: bool) -> Strategy:
         """Make the member of a row."""
         member = str.__new__(cls, word)
-        member._value_ = word
-        member.span, member.reshards, member.meaning, member.aliases = span, reshards, meaning, aliases
+        member._value_, member.span, member.reshards = word, span, reshards
         return member
 
     @property
     def replicates(self) -> bool:
         """Whether there may be several copies of the model, over which gradients are summed: the mesh has two axes."""
-        return self.span is not CopySpan.WORLD
+        return self.span != "world"
 
     @property
     def gathers(self) -> bool:
         """Whether a rank gathers parameters from others."""
-        return self.span is not CopySpan.RANK
+        return self.span != "rank"
 
     @property
     def gathers_once(self) -> bool:
@@ -84,7 +55,7 @@ class Strategy(StrEnum):
     @property
     def in_groups(self) -> bool:
         """Whether `fsdp.shard_size` sets how many ranks share a copy."""
-        return self.span is CopySpan.GROUP
+        return self.span == "group"
 
     @property
     def fastest_alone(self) -> Strategy:
@@ -93,16 +64,16 @@ class Strategy(StrEnum):
 
     def ranks_per_copy(self, shard_size: int | None, world: int, node: int) -> int:
         """Return how many of `world` ranks, `node` on each node, share one copy; `shard_size` is the recipe's."""
-        return {CopySpan.WORLD: world, CopySpan.GROUP: shard_size or node, CopySpan.RANK: 1}[self.span]
+        return {"world": world, "group": shard_size or node, "rank": 1}[self.span]
 
     def sizes_to_try(self, nodes: int, node: int) -> list[int]:
         """Return the numbers of ranks per copy worth trying on `nodes` × `node` ranks, smallest first.
 
         Groups are of whole nodes. A size at which the strategy is the same as another one is left out.
         """
-        if self.span is CopySpan.RANK:
+        if self.span == "rank":
             return [1]
-        if self.span is CopySpan.GROUP:
+        if self.span == "group":
             return [node * count for count in range(1, nodes) if nodes % count == 0 and node * count > 1]
         return [nodes * node] if self.reshards or nodes * node > 1 else []
 

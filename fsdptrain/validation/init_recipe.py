@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdptrain.config.keys import yaml_text
-from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
+from fsdptrain.config.keys import flat, yaml_text
+from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault, places
 from fsdptrain.config.reader import LoadedRecipe, parse
-from fsdptrain.config.schema import Data, Treatment
-from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
+from fsdptrain.config.schema import Data, Recipe, Treatment
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_without_space, unknown_columns_error
 from fsdptrain.data.corpus import fill_sequences
 from fsdptrain.data.sources import first_source, held_out_files
@@ -48,20 +48,21 @@ model:
 data:
   path: {path}
   format: {form} # {fields}
-{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {long_rows}
+{columns}  seq_len: {keys[data.seq_len]} # tokens of a sequence; rows are packed into sequences, and longer ones are \
+{long_rows}
   {held_out}
 
 {forecast}fsdp:
-  strategy: {strategy} # one of {strategies}
-  activation_checkpointing: {recomputed} # selective or full: less memory, more time
+  strategy: {keys[fsdp.strategy]} # one of {strategies}
+  activation_checkpointing: {keys[fsdp.activation_checkpointing]} # selective or full: less memory, more time
 {fsdp}
 optim: {{lr: {rate}}}
 train:
-{objective}  epochs: {epochs}
-  global_batch_size: {batch} # sequences of one optimizer step, over all ranks
-  micro_batch_size: {micro} # sequences that a rank computes at a time
-checkpoint: {{every: {checkpoint}}} # steps
-log: {{every: {log}}} # steps
+{objective}  epochs: {keys[train.epochs]}
+  global_batch_size: {keys[train.global_batch_size]} # sequences of one optimizer step, over all ranks
+  micro_batch_size: {keys[train.micro_batch_size]} # sequences that a rank computes at a time
+checkpoint: {{every: {keys[checkpoint.every]}}} # steps
+log: {{every: {keys[log.every]}}} # steps
 """
 
 NOT_HELD_OUT = "# eval: {fraction: 0.05} # share of the tokens to hold out; then also set eval: {every: 10} (steps)"
@@ -80,43 +81,38 @@ class Starter:
 
     def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
         """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
+        written = {path: yaml_text(value) for path, value in (flat(Recipe()) | dict(keys)).items()}
         fraction, every = (keys.get("data.eval") or {}).get("fraction"), keys.get("eval.every")
         held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
         if self.held_out:
-            held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or keys.get("checkpoint.every", 500)
+            held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or written["checkpoint.every"]
         extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
-        written = {"fsdp.strategy", "fsdp.activation_checkpointing"}
-        fsdp = {
-            path.removeprefix("fsdp."): value
+        fsdp = [  # the other keys that a search has set
+            f"  {path.removeprefix('fsdp.')}: {written[path]}\n"
             for path, value in keys.items()
-            if path.startswith("fsdp.") and path not in written and value is not None
-        }
+            if path.startswith("fsdp.") and f"{{keys[{path}]}}" not in RECIPE and value is not None
+        ]
+        stems = Path(self.model.rstrip("/")).name, Path(places(self.path)[0].rstrip("/")).name.partition(".")[0]
+        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(stems).lower()).strip("-.")
         rate, objective = "2e-5", ""
         if self.read_as.format.is_paired:
             rate, objective = "1e-6", "  objective: dpo # learn which of two answers is preferred\n"
         text = RECIPE.format(
+            keys=written,
             dest=self.dest,
-            name=_run_name(self.model, self.path if isinstance(self.path, str) else self.path[0]),
+            name=name or "run",
             model=yaml_text(self.model),
             path=yaml_text(self.path),
             form=self.read_as.format,
             fields=one_line(self.described),
             columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
-            seq_len=keys.get("data.seq_len", 2048),
             long_rows=self.read_as.treatment,
             held_out=held_out,
             forecast="".join(f"# {line}\n" for line in forecast),
-            strategy=keys.get("fsdp.strategy", DEFAULT_STRATEGY),
             strategies=", ".join(Strategy),
-            recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
-            fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            fsdp="".join(fsdp),
             rate=rate,
             objective=objective,
-            epochs=keys.get("train.epochs", 1),
-            batch=keys.get("train.global_batch_size", 64),
-            micro=keys.get("train.micro_batch_size", 1),
-            checkpoint=keys.get("checkpoint.every", 500),
-            log=keys.get("log.every", 1),
         )
         return text + (f"eval: {{every: {every}}} # steps\n" if every else "")
 
@@ -143,14 +139,14 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     if seam_without_space(rows, read_as):
         read_as.separator = "\n"
     # Relative to the recipe's folder, unless a path is absolute or a Hub id.
-    held_out, folder, places = held_out_files(found), dest.parent.absolute(), []
+    held_out, folder, written_out = held_out_files(found), dest.parent.absolute(), []
     for given, path in zip(data, [found] if isinstance(found, str) else found, strict=True):
         is_kept = path == given or given.startswith("~") or Path(given).is_absolute()
-        places.append(given if is_kept else os.path.relpath(path, folder))
-    if held_out and places[0] == os.path.relpath(str(found), folder):
+        written_out.append(given if is_kept else os.path.relpath(path, folder))
+    if held_out and written_out[0] == os.path.relpath(str(found), folder):
         held_out = os.path.relpath(held_out, folder)
     read = describe_columns(found, read_as)
-    return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, read, held_out)
+    return Starter(dest, model, written_out[0] if len(written_out) == 1 else written_out, read_as, read, held_out)
 
 
 def _missing_model(model: str) -> str | None:
@@ -159,11 +155,6 @@ def _missing_model(model: str) -> str | None:
         return None if (Path(model) / "config.json").is_file() else f"{shortened(model)!r} has no config.json"
     folder = model.rpartition("/")[0]
     return f"{shortened(model)!r} does not exist in the folder {folder}" if folder and is_folder(folder) else None
-
-
-def _run_name(model: str, data: str) -> str:
-    words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
-    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
 
 
 COVERED = 0.99  # share of the rows that are not longer than a sequence, if a few are much longer
@@ -273,19 +264,11 @@ def _round_down(number: float) -> int:
     return next((factor * power for factor in (5, 2, 1) if factor * power <= number), 1)
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The text of a recipe, None if the data or the model cannot be used, and the dry run that it comes from."""
+def propose(starter: Starter, hardware: str | None, screen: Screen) -> tuple[str | None, list[str], Outcome]:
+    """Return a recipe for all rows of the data, and for the GPUs of this machine or `hardware` with the fastest plan.
 
-    text: str | None
-    forecast: list[str]
-    outcome: Outcome
-
-
-def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
-    """Return a recipe for all rows of the data, and for the GPUs of this machine or `hardware` the fastest plan.
-
-    Raises RecipeError for unknown hardware.
+    Its text is None if the data or the model cannot be used. With it come lines on the forecast of the plan, and the
+    outcome of the dry run. Raises RecipeError for unknown hardware.
     """
     topology = make_request(_parsed(starter, starter.text({})), hardware).plan.topology
     on_gpus, written = topology.device == "cuda", starter.text({"train.global_batch_size": topology.world_size})
@@ -293,26 +276,24 @@ def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
     outcome = run_dry_run(request, screen)
     chosen = outcome.report.get("chosen")
     if chosen is None:
-        return Proposal(None, [], outcome)
+        return None, [], outcome
     found = outcome.report.get("advice", {}).get("options", [])
-    best = next((option for option in found if option["fits"]), None)
-    if best is None:
-        text = starter.text(chosen)
-        return Proposal(_parsed(starter, text).text, [], outcome)
-    forecast = _forecast_lines(best, outcome, hardware or "the GPUs of this machine")
-    text = starter.text(chosen | best["overrides"], forecast)
-    return Proposal(_parsed(starter, text).text, forecast, outcome)
+    forecast: list[str] = []
+    if best := next((option for option in found if option["fits"]), None):
+        forecast, chosen = _forecast_lines(best, outcome, hardware), chosen | best["overrides"]
+    text = starter.text(chosen, forecast)
+    return _parsed(starter, text).text, forecast, outcome
 
 
 def _parsed(starter: Starter, text: str) -> LoadedRecipe:
     return parse(text, starter.dest.name, starter.dest.parent.absolute(), [])
 
 
-def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> list[str]:
+def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str | None) -> list[str]:
     """Return what the search found, for a comment and for the screen."""
-    tried = counted(outcome.report["advice"]["tried"] + 1, "plan")
+    tried, cards = counted(outcome.report["advice"]["tried"] + 1, "plan"), hardware or "the GPUs of this machine"
     lines = [
-        f"the fastest of {tried} for {hardware}, by forecast: {size(best['needed_bytes'])} of "
+        f"the fastest of {tried} for {cards}, by forecast: {size(best['needed_bytes'])} of "
         f"{size(best['memory_bytes'])} a GPU, {seconds(best['step_s'])} s a step, MFU {best['mfu']:.0%}"
     ]
     rows = outcome.report.get("data", {})
@@ -321,12 +302,11 @@ def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> li
     return lines
 
 
-def show_proposal(proposal: Proposal, page: Page) -> None:
+def show_proposal(forecast: list[str], outcome: Outcome, page: Page) -> None:
     """Print what the data is, how the plan was chosen, and notes."""
-    outcome = proposal.outcome
     for heading, items in outcome.sections:
         if heading == "Data":
             show_section(heading, items, page)
-    if proposal.forecast:
-        show_section("Plan", [{"kind": "text", "text": line} for line in proposal.forecast], page)
+    if forecast:
+        show_section("Plan", [{"kind": "text", "text": line} for line in forecast], page)
     show_notes([*(note for note in outcome.notes if not note.startswith("not checked here")), *outcome.problems], page)

@@ -145,7 +145,13 @@ def check_ranks(request: Request) -> Outcome:
         measured = ranks.exchange("links", measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
         _add_link_problems(measured, findings)
         size = plan.topology.nproc_per_node
-        nodes = [_with_links(node, measured[n * size : (n + 1) * size]) for n, node in enumerate(nodes)]
+        for n, node in enumerate(nodes):
+            links = measured[n * size : (n + 1) * size]
+            slowest: dict[str, Any] = {
+                key: min((each[key] for each in links if each.get(key)), default=None)
+                for key in ("inside_bw", "between_bw")
+            }
+            nodes[n] = dataclasses.replace(node, **slowest)
     show_nodes(nodes, words, hardware_here(plan), findings)
     ranks.leave()
     if not findings.problems:
@@ -175,14 +181,6 @@ def _describe_node(request: Request) -> dict[str, Any]:
         "digest": plan.digest(), "data": data, "problems": [*map(to_record, errors)],
         "gpus": [torch.cuda.get_device_properties(n).name.removeprefix("NVIDIA ") for n in range(count)],
     }  # fmt: skip
-
-
-def _with_links(node: Node, links: Sequence[dict[str, Any]]) -> Node:
-    """Return a node with the bandwidths of its slowest rank."""
-    slowest: dict[str, Any] = {
-        key: min((each[key] for each in links if each.get(key)), default=None) for key in ("inside_bw", "between_bw")
-    }
-    return dataclasses.replace(node, **slowest)
 
 
 def node_names(nodes: Sequence[Node]) -> list[str]:
@@ -265,12 +263,20 @@ def _bandwidth_text(bandwidth: float | None) -> str:
 
 
 def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
-    """Return the bandwidths of this rank, or the `error` of the measurement; after CONNECT_S it is left alone."""
+    """Form the process group of the plan, and return the bandwidths of this rank, or the `error`. Collective.
+
+    After CONNECT_S the measurement is left alone.
+    """
     found: dict[str, Any] = {}
 
     def run() -> None:
         try:
-            found.update(_measure(plan, tcp_store))
+            world = World.start(plan, StopRequest(), tcp_store)
+            check_hosts_of_copies(plan, world)
+            shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
+            mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))
+            inside = all_reduce_bandwidth(mesh["local"].get_group(), world.device)
+            found.update(inside_bw=inside, between_bw=all_reduce_bandwidth(mesh["node"].get_group(), world.device))
         except Exception as error:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
@@ -279,18 +285,6 @@ def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
     thread.start()
     thread.join(CONNECT_S)
     return dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
-
-
-def _measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
-    """Form the process group of the plan, and measure it. Collective. Raises as `check_hosts_of_copies` does."""
-    world = World.start(plan, StopRequest(), tcp_store)
-    check_hosts_of_copies(plan, world)
-    shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))
-    return {
-        "inside_bw": all_reduce_bandwidth(mesh["local"].get_group(), world.device),
-        "between_bw": all_reduce_bandwidth(mesh["node"].get_group(), world.device),
-    }
 
 
 def all_reduce_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float | None:

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from support import ROOT
 
 from fsdptrain.config.keys import KEYS, flat
-from fsdptrain.config.names import REPLACEMENTS
+from fsdptrain.config.names import replacements
 from fsdptrain.config.reader import load
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan
@@ -85,7 +85,7 @@ LINES = [
 
 sections = ["model", "data", "fsdp", "fsdp.mixed_precision", "optim", "train", "launch", "model.config", "data.columns"]
 nope = [f"{section}.nope" for section in sections]
-paths = st.sampled_from([*KEYS, *sections, *REPLACEMENTS, *nope, "model.config.hidden_size", ""])
+paths = st.sampled_from([*KEYS, *sections, *replacements(), *nope, "model.config.hidden_size", ""])
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

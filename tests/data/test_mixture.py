@@ -141,7 +141,7 @@ def test_other_weights_and_names_need_no_new_tokens(tmp_path: Path, monkeypatch:
         ([{"path": "verse.jsonl"}], {"data__path": "verse.jsonl"}, "data.path: has no effect beside data.sources"),
         (
             [{"path": "verse.jsonl"}, MATHS], {**HELD_OUT, "eval__best_of": "mathss"},
-            "eval.best_of: 'mathss' is no source with held-out rows: use one of verse, maths",
+            "eval.best_of: 'mathss' is no source with held-out rows (data.eval): use one of verse, maths",
         ),
         (
             [{"path": "verse.jsonl"}], {**HELD_OUT, "eval__best_of": "verse"},
