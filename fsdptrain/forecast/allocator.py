@@ -42,8 +42,6 @@ class Block:
     address: int
     size: int
     cached: bool = False
-    previous: Block | None = None  # the neighbours in its segment
-    next: Block | None = None
 
 
 @dataclass
@@ -52,32 +50,29 @@ class Pool:
 
     page: int
     reserved: int = 0
+    segment: list[Block] = field(default_factory=list)  # by address, without gaps
     cached: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block), sorted
-    last: Block | None = None  # in the segment
 
     def malloc(self, size: int) -> Block:
         """Return a block of at least `size` bytes: the best fit among the cached ones, or new memory."""
         size = round_up(size, GRANULARITY)
         block = self._best_fit(size) or self._grow(size)
         if block.size - size >= GRANULARITY:  # the remainder becomes a block of its own (`should_split`)
-            rest = Block(block.address + size, block.size - size, previous=block, next=block.next)
-            if block.next is None:
-                self.last = rest
-            else:
-                block.next.previous = rest
-            block.size, block.next = size, rest
+            rest = Block(block.address + size, block.size - size)
+            block.size = size
+            self.segment.insert(self._place(rest), rest)
             self._put(rest)
         return block
 
     def free(self, block: Block) -> None:
         """Merge a block with its cached neighbours and cache it (`free_block`, `try_merge_blocks`)."""
-        if block.next is not None and block.next.cached:
-            self._take(block.next)
-            self._absorb_next(block)
-        if block.previous is not None and block.previous.cached:
-            block = block.previous
-            self._take(block)
-            self._absorb_next(block)
+        place = self._place(block)
+        for neighbour in (*self.segment[place + 1 : place + 2], *self.segment[max(0, place - 1) : place]):
+            if neighbour.cached:
+                self._take(neighbour)
+                self.segment.remove(neighbour)
+                block.address = min(block.address, neighbour.address)
+                block.size += neighbour.size
         self._put(block)
 
     def _best_fit(self, size: int) -> Block | None:
@@ -88,7 +83,7 @@ class Pool:
         place = bisect.bisect_left(self.cached, (size,))
         if place == len(self.cached):
             return None
-        if self.cached[place][2] is self.last and place + 1 < len(self.cached):
+        if self.cached[place][2] is self.segment[-1] and place + 1 < len(self.cached):
             place += 1
         block = self.cached.pop(place)[2]
         block.cached = False
@@ -98,17 +93,18 @@ class Pool:
         """Map pages after the last block, which is a part of the result if it is cached, so that nothing is lost
         (`try_allocate_expandable_block`).
         """
-        block = self.last
-        if block is not None and block.cached:
-            self._take(block)
+        if self.segment and self.segment[-1].cached:
+            self._take(self.segment[-1])
         else:
-            block = self.last = Block(self.reserved, 0, previous=block)
-            if block.previous is not None:
-                block.previous.next = block
+            self.segment.append(Block(self.reserved, 0))
+        block = self.segment[-1]
         missing = round_up(size - block.size, self.page)
         block.size += missing
         self.reserved += missing
         return block
+
+    def _place(self, block: Block) -> int:
+        return bisect.bisect_left(self.segment, block.address, key=lambda each: each.address)
 
     def _put(self, block: Block) -> None:
         block.cached = True
@@ -117,16 +113,6 @@ class Pool:
     def _take(self, block: Block) -> None:
         del self.cached[bisect.bisect_left(self.cached, (block.size, block.address))]
         block.cached = False
-
-    def _absorb_next(self, block: Block) -> None:
-        absorbed = block.next
-        assert absorbed is not None
-        block.size += absorbed.size
-        block.next = absorbed.next
-        if absorbed.next is None:
-            self.last = block
-        else:
-            absorbed.next.previous = block
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -22,25 +22,23 @@ from fsdptrain.plan.hardware import Hardware
 
 aten = torch.ops.aten
 FLASH_HEAD = 256
-_cards: list[Hardware] = []  # the card that is simulated is last
+_cards: list[Hardware | None] = [None]  # the card that is simulated is last
 
 
 @contextlib.contextmanager
 def on_card(card: Hardware | None) -> Iterator[None]:
     """Choose the kernels of this card inside the context; None: of one for which torch does not prefer cuDNN."""
-    if card:
-        _cards.append(card)
+    _cards.append(card)
     try:
         yield
     finally:
-        if card:
-            _cards.pop()
+        _cards.pop()
 
 
 def prefers_cudnn() -> bool:
     """Return whether torch tries cuDNN first on the simulated card; without cuDNN here, as with a recent one."""
-    version = torch.backends.cudnn.version()
-    return bool(_cards) and _cards[-1].prefers_cudnn and (version is None or version >= CUDNN_VERSION)
+    card, version = _cards[-1], torch.backends.cudnn.version()
+    return card is not None and card.prefers_cudnn and (version is None or version >= CUDNN_VERSION)
 
 
 def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,9 +55,9 @@ def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., 
     ) -> Any:  # fmt: skip
         if q.device.type != device:
             return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+        card, half, size = _cards[-1], q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
         cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0 and prefers_cudnn()
-        flash = half and not (_cards and not _cards[-1].has_flash) and size == v.shape[-1] <= FLASH_HEAD
+        flash = half and (card is None or card.has_flash) and size == v.shape[-1] <= FLASH_HEAD
         if attn_mask is None and flash and not cudnn:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         if attn_mask is not None:

@@ -262,13 +262,15 @@ def _options_of_size(choice: Choice, trials: _Trials) -> list[Option]:
 def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
     """Return the fastest plans that all-reduce or offload gradients in every micro-batch, changed to do it once a step.
 
-    This needs more memory, and it is faster the more micro-batches there are.
+    This needs more memory, and it is faster the more micro-batches there are. None is tried twice: the recipe's own
+    plan is among `options` with and without offload.
     """
     if trials.plan.recipe.fsdp.accumulation != "reduce":
         return []
     held = [o for o in options if o.fits and o.accumulation > 1 and may_hold_shards(o.strategy, o.cpu_offload)]
     changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:HELD]]
-    return [*filter(None, threads.map(trials.option, changes))]
+    new = [change for change in changes if command_text(change) not in trials.tried]
+    return [*filter(None, threads.map(trials.option, new))]
 
 
 def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:

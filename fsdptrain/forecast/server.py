@@ -84,7 +84,7 @@ def estimate(
     return Forecast(
         **memory_of(trace, device, hardware),
         host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
-        collectives=[dataclasses.asdict(each) | {"wire": each.wire, "network": each.network} for each in sent],
+        collectives=[dataclasses.asdict(each) for each in sent],
         **time,
         attention=" and ".join(attention),
         model_flops=useful_flops,

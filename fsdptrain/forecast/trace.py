@@ -170,7 +170,8 @@ def peaks(trace: Trace, device: str, granularity: int = 1) -> dict[str, int]:
 class Traffic:
     """The collectives of one kind and group size in a step: their number, and the bytes of their full buffers.
 
-    `wire` is what a ring moves in and out of each rank (Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009).
+    `wire` is what a ring moves in and out of each rank (Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009), and
+    `network` what of it leaves the node; see `ring_bytes` and `network_share`.
     """
 
     kind: str
@@ -178,20 +179,12 @@ class Traffic:
     nodes: int
     count: int
     size: int
-
-    @property
-    def wire(self) -> int:
-        """Bytes that a rank sends: (n-1)/n of the buffer, and twice that for an all-reduce."""
-        return ring_bytes(self.kind, self.size, self.ranks)
-
-    @property
-    def network(self) -> int:
-        """Bytes of `wire` that leave the node; see `network_share`."""
-        return int(self.wire * network_share(self.ranks, self.nodes))
+    wire: int
+    network: int
 
 
 def ring_bytes(kind: str, size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends for a collective with a full buffer of `size` bytes."""
+    """Return the bytes that a rank sends: (n-1)/n of the full buffer of `size` bytes, twice that for an all-reduce."""
     share = size * (ranks - 1) // ranks
     return 2 * share if kind == "all-reduce" else share
 
@@ -214,4 +207,9 @@ def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
             key = event.kind, len(event.ranks), len({rank // ranks_per_node for rank in event.ranks})
             count[key] += 1
             size[key] += event.size
-    return [Traffic(*key, count[key], size[key]) for key in sorted(count)]
+    found = []
+    for group in sorted(count):
+        kind, ranks, nodes = group
+        wire = ring_bytes(kind, size[group], ranks)
+        found.append(Traffic(*group, count[group], size[group], wire, int(wire * network_share(ranks, nodes))))
+    return found

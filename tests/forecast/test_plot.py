@@ -18,7 +18,6 @@ from fsdptrain.forecast.plot import (
     MAX_POINTS,
     check_plot_path,
     draw_timeline,
-    phase_of,
     timeline,
 )
 from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace, peak
@@ -48,6 +47,8 @@ def made_up(layers: int, tensors: int, device: str = CARD) -> Trace:
             for i in reversed(range(layers)):
                 yield Moment(f"backward of model.layers.{i}")
                 yield from (Free(saved.pop().storage) for _ in range(tensors))
+        yield Moment("gradient norm")
+        yield alloc("temporaries", 4)
         yield Moment("optimizer")
         yield from (alloc("temporaries", 4), Alloc(Storage("cpu", "temporaries"), 9 * GIB, 0))
 
@@ -57,22 +58,11 @@ def made_up(layers: int, tensors: int, device: str = CARD) -> Trace:
 def test_the_timeline_is_the_step_in_phases() -> None:
     phases = timeline(made_up(layers=3, tensors=5), CARD)
     names = ["forward", "loss", "backward"]
-    assert [phase.name for phase in phases] == [*names, *names, "optimizer"]
+    assert [phase.name for phase in phases] == [*names, *names, "gradient norm", "optimizer"]
     assert phases[0].levels[0].allocated == 3 * GIB, "it starts with what was allocated before the step"
     assert phases[0].first == 0 and phases[-1].last == pytest.approx(1)
     assert all(a.last == b.first for a, b in pairwise(phases))
     assert all(phase.last - phase.first > 0.04 for phase in phases), "every phase is wide enough to be seen"
-
-
-@pytest.mark.parametrize(
-    ("moment", "phase"),
-    [
-        ("forward of embedding", "forward"), ("backward of model.layers.3", "backward"),
-        ("backward of the loss", "loss"), ("before the step", "forward"), ("gradient norm", "gradient norm"),
-    ],
-)  # fmt: skip
-def test_moments_belong_to_phases(moment: str, phase: str) -> None:
-    assert phase_of(moment) == phase
 
 
 def test_of_many_points_the_peak_of_every_phase_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,21 +81,13 @@ def test_of_many_points_the_peak_of_every_phase_is_drawn(monkeypatch: pytest.Mon
     assert (highest.allocated, highest.moment) == peak(trace, CARD, granularity)[:2]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".PNG"])
-def test_a_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"step{suffix}"
-    draw_timeline(made_up(8, 20), CARD, 80 * GIB, path, "a & b <c>")
-    start = path.read_bytes()[:8]
-    assert start == b"\x89PNG\r\n\x1a\n" if suffix == ".PNG" else start.startswith(b"<?xml")
-
-
 def test_the_plot_has_its_labels(tmp_path: Path) -> None:
     path = tmp_path / "step.svg"
-    draw_timeline(made_up(8, 20), CARD, 8 * GIB, path, "eight billion")
+    draw_timeline(made_up(8, 20), CARD, 8 * GIB, path, "a & b <c>")
     ElementTree.parse(path)
     labels = re.findall(r"<!-- (.*?) -->", path.read_text())  # matplotlib writes each text as a comment
     everything = "\n".join(labels)
-    for words in ("eight billion", "peak 7.00 GiB", "backward of the loss", "device memory 8.00 GiB"):
+    for words in ("a &amp; b &lt;c&gt;", "peak 7.00 GiB", "backward of the loss", "device memory 8.00 GiB"):
         assert words in everything
     assert [labels.count(phase) for phase in ("forward", "loss", "backward", "optimizer")] == [2, 2, 2, 1]
     drawn = ["parameter shards", "optimizer state", "saved activations", "logits and loss"]
@@ -125,14 +107,8 @@ def test_equal_traces_give_equal_files_and_leave_matplotlibs_settings_alone(tmp_
 
 @pytest.mark.parametrize("trace", [Trace([Alloc(Storage(CARD, "gradients"), 5, 0)]), made_up(2, 2, device="cpu")])
 def test_a_device_with_little_or_no_memory_in_use_can_be_drawn(tmp_path: Path, trace: Trace) -> None:
-    draw_timeline(trace, CARD, 80 * GIB, tmp_path / "step.png", "nothing")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_thousands_of_events_make_a_small_file(tmp_path: Path) -> None:
-    trace = made_up(layers=80, tensors=150)  # 48,000 events
-    draw_timeline(trace, CARD, 80 * GIB, tmp_path / "step.svg", "long")
-    assert (tmp_path / "step.svg").stat().st_size < 2**20
+    draw_timeline(trace, CARD, 80 * GIB, tmp_path / "step.PNG", "nothing")
+    assert (tmp_path / "step.PNG").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
