@@ -39,9 +39,9 @@ from fsdptrain.model.attention import active_flash, installed_flash, restore_fla
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.events import Reporter
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.worker import reporter_of
 
 WARM_UP = 4  # steps
 numbers = itertools.count()  # of the run folders of this process
@@ -186,7 +186,7 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     rank = int(os.environ["RANK"])
     plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    with contextlib.closing(reporter_of(plan, rank, None)) as reporter:
+    with contextlib.closing(Reporter(None if rank else plan.rundir)) as reporter:
         run = Trainer.set_up(Session(plan, reporter, StopRequest(), Watchdog(plan, rank)))
         try:
             yield run

@@ -38,13 +38,13 @@ from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
+from fsdptrain.run_folder.events import Reporter
 from fsdptrain.train import pace, trainer
 from fsdptrain.train import step as engine_module
 from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.worker import reporter_of
 
 
 def build(recipe: str, overrides: list[str]) -> Trainer:
@@ -54,7 +54,7 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
     plan = dataclasses.replace(plan, threads=1)  # more would only wait for one another
     rank = int(os.environ["RANK"])
     plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-    reporter, watchdog = reporter_of(plan, rank, None), Watchdog(plan, rank)
+    reporter, watchdog = Reporter(None if rank else plan.rundir), Watchdog(plan, rank)
     return Trainer.set_up(Session(plan, reporter, StopRequest(), watchdog))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +19,13 @@ from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine
 
 
-@dataclass(frozen=True)
-class NonFiniteBatch:
-    """A micro-batch of a rank, and what in it is not finite: `the loss is nan`, `the gradient of NAME`."""
-
-    rank: int
-    micro_batch: int
-    what: str
-
-
-def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: int) -> list[NonFiniteBatch]:
-    """Repeat the micro-batches of a step, and return those that are not finite, of all ranks; collective.
+def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: int) -> list[tuple[int, int, str]]:
+    """Repeat the micro-batches of a step; return rank, number and fault of those that are not finite; collective.
 
     After the reduction the gradient is non-finite on every rank, whichever rank caused it. So every rank checks its own
-    loss of each micro-batch, and its own gradients before they are reduced. It names where each began: the unit whose
-    output is the first that is not finite, or the parameter. The list is empty if the failure is not reproducible: then
-    suspect the hardware, not the data. Nothing is updated.
+    loss of each micro-batch, and its own gradients before they are reduced. The fault (`the loss is nan`, `the gradient
+    of NAME`) says where it began: in the unit whose output is the first that is not finite, or in the parameter. The
+    list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
     """
     mine: list[tuple[int, str]] = []
     with _watched_outputs(engine.model) as bad_units, _watched_reductions(engine.model) as bad_names:
@@ -54,7 +44,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
             bad_units.clear()
             bad_names.clear()
     found = engine.world.gather_objects(mine)
-    return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
+    return [(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
 
 
 def find_weights(engine: Engine) -> list[str]:
@@ -73,7 +63,9 @@ def _watched_outputs(model: nn.Module) -> Iterator[list[str]]:
     bad_units: list[str] = []
 
     def check(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not _finite(output if isinstance(output, tuple) else (output,)):
+        values = output if isinstance(output, tuple) else (output,)
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
             bad_units.append(name)
 
     hooks = [
@@ -84,11 +76,6 @@ def _watched_outputs(model: nn.Module) -> Iterator[list[str]]:
     yield bad_units
     for hook in hooks:
         hook.remove()
-
-
-def _finite(values: Sequence[Any]) -> bool:
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,25 +90,18 @@ class LayerClock:
             self._spans.append((self._begin, self._now()))
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that makes the others wait: `cause` is `input` or `compute`, `cost` the share of a step it takes."""
-
-    rank: int
-    cause: str
-    cost: float
-
-
 class Pace:
     """Compares the ranks over 20 steps at a time, and names one that costs the others more than a tenth of a step."""
 
     def __init__(self) -> None:
         self._costs: list[Floats] = []  # one for each step [causes, ranks]: shares of the step
 
-    def add(self, data_s: list[float], compute_s: list[float], step_s: float) -> Straggler | None:
+    def add(self, data_s: list[float], compute_s: list[float], step_s: float) -> dict[str, Any] | None:
         """Add a step, measured in seconds by rank. Return a straggler every 20 steps if there is one, else None.
 
-        A rank's cost is how far it is behind the median rank, in the median step: one slow step makes no straggler.
+        Its fields are those of the event: `rank`, `cause` (`input` or `compute`) and `cost`, the share of a step that
+        it takes. A rank's cost is how far it is behind the median rank, in the median step: one slow step makes no
+        straggler.
         """
         data, compute = np.array(data_s), np.array(compute_s)
         late, delay = (own - np.quantile(own, 0.5, method="lower") for own in (data, compute))
@@ -121,7 +113,7 @@ class Pace:
         costs, self._costs = np.median(self._costs, axis=0), []
         cause, rank = np.unravel_index(costs.argmax(), costs.shape)
         cost = float(costs[cause, rank])
-        return Straggler(int(rank), CAUSES[cause], cost) if cost > MIN_COST else None
+        return {"rank": int(rank), "cause": CAUSES[cause], "cost": cost} if cost > MIN_COST else None
 
 
 def count_within(noticed_s: float, each_s: float) -> int:

@@ -428,30 +428,14 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
 
 
 def report_start(
-    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, fields: dict[str, Any]
-) -> None:
-    """Write the events `start` and `resume`, and print the first row to the log."""
-    session.reporter.event("start", **fields)
-    if checkpointer.world.rank == 0:
-        changed = changes_since(session.rundir, steps_made, session.initial_plan, checkpointer.identity)
-        recipe, before = inputs.plan.recipe, session.reporter.trained_by(steps_made)
-        note = before and length_note(
-            steps_made, before["total_steps"], fields["total_steps"], recipe.optim, recipe.schedule
-        )
-        profile = recipe.log.profile
-        missed = "log.profile: its steps are made already, and not recorded again"
-        notes = [note] if note else []
-        notes += [missed] if profile and profile["steps"][1] <= steps_made else []
-        session.reporter.resume(steps_made, changed, notes)
-    for source, corpus in zip(inputs.plan.sources, inputs.stream.corpus.parts, strict=True):
-        of = f" of {source.name}" if inputs.plan.recipe.data.sources else ""
-        print(f"the first row{of}, trained parts in ⟦ ⟧:\n{corpus.show(inputs.tokenizer)}\n", flush=True)
+    session: Session, inputs: Inputs, checkpointer: Checkpointer, sizes: Sizes, steps_made: int, units: int,
+    baseline_memory: int, flash_note: str | None,
+) -> None:  # fmt: skip
+    """Write the events `start` and `resume`, and print the first row to the log.
 
-
-def start_fields(
-    inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
-) -> dict[str, Any]:
-    """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
+    `units` counts those of FSDP2; `baseline_memory` is in bytes, before the model was built.
+    """
+    world = checkpointer.world
     plan, recipe, stream = inputs.plan, inputs.plan.recipe, inputs.stream
     notes = [
         *itertools.chain(*row_notes(plan, stream.corpus, inputs.eval_corpus)),
@@ -467,25 +451,38 @@ def start_fields(
     data: dict[str, Any] = dict(stream.corpus.notes)
     if recipe.data.sources:
         data["shares"] = {s.name: share for s, share in zip(plan.sources, stream.token_shares(), strict=True)}
-    return {
-        "parameters": sizes.counts.all,
+    session.reporter.event(
+        "start",
+        parameters=sizes.counts.all,
         **({"trainable": sizes.counts.trained} if plan.freezes else {}),
-        "units": units,
-        "strategy": recipe.fsdp.strategy,
-        "attention": recipe.model.attn_implementation,
+        units=units,
+        strategy=recipe.fsdp.strategy,
+        attention=recipe.model.attn_implementation,
         **({"flash": used} if (used := attention.active_flash()) else {}),
-        "world_size": world.size,
-        "host": socket.gethostname(),
+        world_size=world.size,
+        host=socket.gethostname(),
         **({"hosts": world.hosts} if len(set(world.hosts)) > 1 else {}),
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "device_memory_bytes": world.device_memory(),
-        "total_steps": sizes.total_steps,
-        "blocks": len(stream),
-        "seq_len": recipe.data.seq_len,
-        "fill": stream.corpus.fill(),
-        "data": data,
-        "notes": [note for note in notes if note],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "baseline_memory_bytes": baseline_memory,
-    }
+        device=torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        device_memory_bytes=world.device_memory(),
+        total_steps=sizes.total_steps,
+        blocks=len(stream),
+        seq_len=recipe.data.seq_len,
+        fill=stream.corpus.fill(),
+        data=data,
+        notes=[note for note in notes if note],
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        baseline_memory_bytes=baseline_memory,
+    )
+    if world.rank == 0:
+        changed = changes_since(session.rundir, steps_made, session.initial_plan, checkpointer.identity)
+        resumed: list[str | None] = []
+        if before := session.reporter.trained_by(steps_made):
+            had, has = before["total_steps"], sizes.total_steps
+            resumed.append(length_note(steps_made, had, has, recipe.optim, recipe.schedule))
+        if recipe.log.profile and recipe.log.profile["steps"][1] <= steps_made:
+            resumed.append("log.profile: its steps are made already, and not recorded again")
+        session.reporter.resume(steps_made, changed, [note for note in resumed if note])
+    for source, corpus in zip(plan.sources, stream.corpus.parts, strict=True):
+        of = f" of {source.name}" if recipe.data.sources else ""
+        print(f"the first row{of}, trained parts in ⟦ ⟧:\n{corpus.show(inputs.tokenizer)}\n", flush=True)

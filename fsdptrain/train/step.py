@@ -214,25 +214,19 @@ class Engine:
         try:
             return self._loss(to_device(batch, self.world.device), divisor)
         except RuntimeError as error:
-            if problem := self._unsupported(error):
-                raise problem from None
+            name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
+            dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise RecipeError(
+                    f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its layers "
+                    "instead, by class name"
+                ) from None
+            if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
+                raise RecipeError(
+                    f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
+                    "use float32"
+                ) from None
             raise
-
-    def _unsupported(self, error: RuntimeError) -> RecipeError | None:
-        """Return an error that says what to change in the recipe if torch's message shows an unsupported setting."""
-        name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
-        dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
-        if "mixed torch.Tensor and DTensor" in str(error):
-            return RecipeError(
-                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its layers instead, by "
-                "class name"
-            )
-        if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
-            return RecipeError(
-                f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): use "
-                "float32"
-            )
-        return None
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the model's arguments for a micro-batch on the device."""

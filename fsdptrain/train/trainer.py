@@ -43,7 +43,6 @@ from fsdptrain.train.setup import (
     prepare_inputs,
     prepare_process,
     report_start,
-    start_fields,
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
@@ -73,13 +72,6 @@ class Totals:
     alloc_retries: list[int] = field(default_factory=list)  # of each rank's allocator, up to the last `step` event
     peak_memory: list[int] = field(default_factory=list)  # of each rank, at the last `step` event
     pace: Pace = field(default_factory=Pace)
-
-    def add(self, tokens: int, positions: int, seconds: float) -> None:
-        """Add a finite step: its label tokens, its positions and its duration."""
-        self.tokens += tokens
-        self.positions += positions
-        self.seconds += seconds
-        self.skipped = 0
 
 
 class Trainer:
@@ -149,8 +141,7 @@ class Trainer:
         engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset, scale)
         inputs = with_reference(session, inputs, engine, checkpointer)
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
-        fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
-        report_start(session, inputs, checkpointer, steps_made, fields)
+        report_start(session, inputs, checkpointer, sizes, steps_made, len(units), baseline_memory, flash_note)
         checkpointer.restore_losses()
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
@@ -277,7 +268,10 @@ class Trainer:
             self.checkpointer.skipped += 1
             return
         positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
-        self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
+        self.totals.tokens += made.inputs.label_tokens
+        self.totals.positions += positions
+        self.totals.seconds += stats.step_s
+        self.totals.skipped = 0
         self.most_unread = count_within(NOTICED_S, stats.usual_step_s)
         self.report_step(made, stats)
 
@@ -309,7 +303,7 @@ class Trainer:
                 total_s=self.totals.seconds,
             )
         if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
-            self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
+            self.reporter.event("straggler", step=step + 1, **straggler)
 
     def memory_fields(self, stats: StepStats) -> dict[str, Any]:
         """Return the fields of a `step` event on memory that not all of them have.
@@ -351,13 +345,12 @@ class Trainer:
         """
         self.finish_save()
         samples: dict[str, list[int]] = {}
-        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
-            micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
-            first = source.rank - self.plan.part_of_row(source.rank)
-            others = [rank for rank in range(first, first + self.plan.context) if rank != source.rank]
+        for rank, number, what in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
+            first = rank - self.plan.part_of_row(rank)
+            others = [other for other in range(first, first + self.plan.context) if other != rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
-            where = f"{source.what} on rank {source.rank}{shared}"
-            samples.setdefault(where, []).extend(self.stream.at(micro_batch))
+            micro_batch = self.plan.micro_batches(inputs.step, rank)[number]
+            samples.setdefault(f"{what} on rank {rank}{shared}", []).extend(self.stream.at(micro_batch))
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
         return "; ".join([*find_weights(self.engine), *causes]) or (
             "not reproducible when the step was repeated: suspect the hardware"
@@ -391,19 +384,15 @@ class Trainer:
         if texts is not None:
             loss = self.report_evaluation(done, results)
             when = f"after step {done}" if done else "before the first step"
-            if not math.isfinite(loss):
-                self.check_weights(f"{when} the held-out loss is {loss:g}")
+            if not math.isfinite(loss):  # one that only overflows may come back to numbers
+                self.finish_save()
+                if weights := find_weights(self.engine):
+                    raise NonFiniteError(f"{when} the held-out loss is {loss:g}: {weights[0]}")
             if texts:
                 self.reporter.event("generated", step=done, prompts=self.plan.recipe.eval.prompts, texts=texts)
         if not done and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return texts is None
-
-    def check_weights(self, found: str) -> None:
-        """Raise NonFiniteError if weights are not finite; a loss that only overflows may come back to numbers."""
-        self.finish_save()
-        if weights := find_weights(self.engine):
-            raise NonFiniteError(f"{found}: {weights[0]}")
 
     def continue_prompts(self, stops: StopPoll) -> list[str] | None:
         """Return what the model writes behind each of `eval.prompts`, None if a stop interrupted it; collective.

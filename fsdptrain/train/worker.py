@@ -43,7 +43,8 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     with (
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
-        contextlib.closing(reporter_of(plan, rank, screen)) as reporter,
+        # Rank 0 writes the events, and may show them; the others write nothing.
+        contextlib.closing(Reporter(None if rank else plan.rundir, *([screen.show] if screen else []))) as reporter,
         group_left_at_end(watchdog),
     ):
         try:
@@ -76,13 +77,6 @@ def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
         dist.destroy_process_group()
     if stopped:
         raise stopped
-
-
-def reporter_of(plan: Plan, rank: int, screen: Screen | None) -> Reporter:
-    """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
-    if rank:
-        return Reporter(None)
-    return Reporter(plan.rundir, *([screen.show] if screen else []))
 
 
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:

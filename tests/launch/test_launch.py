@@ -491,7 +491,7 @@ def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
     assert [step for step, found in enumerate(results) if found] == ([WINDOW - 1, 2 * WINDOW - 1] if named else [])
     own_share = excess / (0.2 * STEP_PER_FORWARD + excess)  # the most that a rank which only computes can cost
     cost = excess if cause == "input" else min(excess, own_share)
-    assert all((found.rank, found.cause) == (rank, cause) and abs(found.cost - cost) < 1e-6 for found in named)
+    assert all(found == {"rank": rank, "cause": cause, "cost": pytest.approx(cost, abs=1e-6)} for found in named)
     if abs(cost - MIN_COST) > 1e-6:
         assert bool(named) == (cost > MIN_COST)
 
