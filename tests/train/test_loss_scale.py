@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import build, digest_of
-from reference import cosine_rates, documents_of, largest_difference, stream_of
+from reference import cosine_rates, documents_of, largest_difference, plain_adamw, stream_of
 from support import TINY, on_ranks, write_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -51,13 +51,7 @@ def test_a_gradient_that_is_not_finite_with_a_scale_of_1_is_no_overflow() -> Non
 def plain_curve(folder: Path, recipe: Path, scaler: torch.amp.GradScaler) -> list[list[float]]:
     """[loss, gradient norm, loss scale] a step of a plain loop: a sequence at a time, clip at 1, AdamW, decay 0.1."""
     model, stream = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stream_of(recipe)[0]
-    params, embedding = dict(model.named_parameters()), model.get_input_embeddings().weight
-    decays = [param.ndim > 1 and param is not embedding for param in params.values()]
-    groups = [
-        {"params": [p for p, d in zip(params.values(), decays, strict=True) if d == each], "weight_decay": 0.1 * each}
-        for each in (True, False)
-    ]
-    optimizer, curve = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), []
+    params, optimizer, curve = dict(model.named_parameters()), plain_adamw(model), []
     for step, rate in enumerate(cosine_rates(3e-4, STEPS)):
         rows = [documents_of(stream.corpus, [number]) for number in stream.at(range(step * BATCH, (step + 1) * BATCH))]
         tokens, mean = sum(int((labels >= 0).sum()) for *_, labels in rows), 0.0

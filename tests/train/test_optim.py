@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,8 +15,7 @@ from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import OPTIMIZERS, library_optimizers
-from safetensors import safe_open
-from support import GSM8K, TINY, events, fsdptrain, on_ranks, write_recipe
+from support import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -173,30 +171,10 @@ def test_warm_up_is_linear_and_counts_fractions_or_steps() -> None:
     assert rates(10, name="constant", warmup=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
     assert rates(10, name="constant", warmup=0.4) == rates(10, name="constant", warmup=4)
     assert rates(3, name="constant", warmup=0) == [1, 1, 1]
-
-
-def test_a_warm_up_longer_than_the_run_keeps_its_slope_and_is_said() -> None:
-    long = Schedule(warmup=8)
-    assert rates(2, name="cosine", warmup=8) == [1 / 8, 2 / 8]
-    note = warmup_note(2, OPTIM, long)
+    assert rates(2, name="cosine", warmup=8) == [1 / 8, 2 / 8], "a warm-up longer than the run keeps its slope"
+    note = warmup_note(2, OPTIM, Schedule(warmup=8))
     assert note and "8 steps and the run 2" in note and "0.25" in note
-    assert warmup_note(8, OPTIM, long) is None and warmup_note(5, OPTIM, Schedule(warmup=0.9)) is None
-
-
-def test_decay_ends_at_min_lr() -> None:
-    for name in ("linear", "cosine", "wsd"):
-        curve = rates(101, name=name, warmup=0, min_lr=0.1)
-        assert curve[0] == 1 and curve[-1] == pytest.approx(0.1)
-        assert curve == sorted(curve, reverse=True)
-
-
-@given(st.integers(2, 60), st.sampled_from(["linear", "cosine", "wsd"]), st.floats(0, 59), st.floats(0, 0.9))
-def test_every_decay_reaches_its_end_however_short_the_run(total: int, name: str, warmup: float, floor: float) -> None:
-    curve = rates(total, name=name, warmup=warmup, min_lr=floor)
-    if warmup_steps(total, Schedule(warmup=warmup)) < total:
-        assert curve[-1] == pytest.approx(floor)
-        assert max(curve) == 1
-    assert rates(1, name=name, warmup=0, min_lr=0) == [1]
+    assert warmup_note(8, OPTIM, Schedule(warmup=8)) is None and warmup_note(5, OPTIM, Schedule(warmup=0.9)) is None
 
 
 def test_a_run_that_gets_longer_says_that_its_rate_jumps() -> None:
@@ -210,54 +188,25 @@ def test_a_run_that_gets_longer_says_that_its_rate_jumps() -> None:
 def test_linear_cosine_and_wsd_have_their_shapes() -> None:
     assert rates(101, name="linear", warmup=0, min_lr=0)[50] == pytest.approx(0.5)
     assert rates(101, name="cosine", warmup=0, min_lr=0)[25] == pytest.approx(0.5 + 0.5 * 2**-0.5)
+    falling = rates(101, name="cosine", warmup=0, min_lr=0.1)
+    assert falling == sorted(falling, reverse=True) and falling[-1] == pytest.approx(0.1)
     wsd = rates(101, name="wsd", warmup=0, min_lr=0)
     assert wsd[:81] == [1] * 81 and wsd[90] == pytest.approx(1 - 9 / 19)
 
 
 @given(
-    st.integers(1, 3000), st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.floats(0, 4000), st.floats(0, 1),
-    st.data(),
+    st.integers(1, 300), st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.floats(0, 400), st.floats(0, 1)
 )  # fmt: skip
-def test_the_rate_is_at_most_lr_and_above_zero_in_warm_up(
-    total: int, name: str, warmup: float, floor: float, data: st.DataObject
+def test_a_rate_rises_to_lr_and_falls_to_its_end_however_short_the_run(
+    total: int, name: str, warmup: float, floor: float
 ) -> None:
-    step = data.draw(st.integers(0, total - 1))
-    schedule = Schedule(name=name, warmup=warmup, min_lr=floor)  # type: ignore[arg-type]
-    rate = learning_rate(step, total, OPTIM, schedule)
-    assert 0 <= rate <= 1 + 1e-12
-    if step >= warmup_steps(total, schedule):
-        assert rate >= min(1.0, floor) - 1e-12
-    else:
-        assert rate > 0
-
-
-@pytest.mark.soak
-def test_8_bit_moments_learn_as_well_as_those_in_float32(tmp_path: Path) -> None:
-    """After 200 steps on grade-school maths the held-out loss is within 0.5%, with 2.1 bytes of state a parameter."""
-    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 2048}
-    recipe = write_recipe(
-        tmp_path, model__config={"model_type": "llama", **TINY, **shape, "tie_word_embeddings": True},
-        model__tokenizer={"train": 2048}, data__path=str(GSM8K), data__format="prompt_completion", data__seq_len=256,
-        data__columns={"prompt": "question", "completion": "answer"}, data__train_on="all", optim__lr=2e-3,
-        data__eval={"path": str(GSM8K.with_name("gsm8k-test.jsonl")), "max_rows": 100}, train__steps=200,
-        train__global_batch_size=4, train__micro_batch_size=2, checkpoint__every=200, export__at_end=False,
-    )  # fmt: skip
-    losses, state = {}, {}
-    for kind in ("adamw", "adamw_8bit"):
-        run = tmp_path / kind
-        done = fsdptrain("run", recipe, f"optim.name={kind}", f"output_dir={run}", timeout=3600)
-        assert done.returncode == 0, done.stderr
-        losses[kind] = events(run, "eval")[-1]["loss"]
-        with contextlib.ExitStack() as stack:
-            files = (run / "checkpoints" / "step-00000200").glob("*.safetensors")
-            opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-            tensors = [(name, each.get_tensor(name)) for each in opened for name in each.keys()]  # noqa: SIM118
-        count = sum(tensor.numel() for name, tensor in tensors if name.startswith("model."))
-        state[kind] = sum(tensor.nbytes for name, tensor in tensors if name.startswith("optim.")) / count
-    print(f"held-out losses {losses}, bytes of state a parameter {state}")
-    assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.005)
-    assert losses["adamw"] < 6.5  # of ln 2048 = 7.6 at the beginning
-    assert state["adamw"] == 8 and state["adamw_8bit"] < 2.1
+    curve, steps = rates(total, name=name, warmup=warmup, min_lr=floor), warmup_steps(total, Schedule(warmup=warmup))
+    assert curve[:steps] == sorted(curve[:steps]) and all(0 < rate <= 1 + 1e-12 for rate in curve[:steps])
+    assert max(curve) <= 1 + 1e-12
+    assert all(rate >= floor - 1e-12 for rate in curve[steps:])
+    if steps < total:
+        assert max(curve) == pytest.approx(1)
+        assert curve[-1] == pytest.approx(1 if name == "constant" or total == 1 else floor)
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -4,89 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from ranks import build
 from support import events, on_ranks, write_recipe
 
+from fsdptrain.parallel.world import World
 from fsdptrain.train import pace
-from fsdptrain.train.pace import MOST, StopPoll, count_within
+from fsdptrain.train.pace import MOST, StopPoll
 from fsdptrain.train.trainer import Trainer
 
-RANKS, CALLS = 2, 60
 
-
-@pytest.mark.parametrize(
-    ("each_s", "count"), [(0.0, 1), (100.0, 1), (2.6, 1), (1.25, 2), (0.5, 5), (0.001, MOST), (1e-12, MOST)]
-)
-def test_steps_between_two_reads_take_at_most_half_the_time_in_which_a_stop_is_noticed(
-    each_s: float, count: int
-) -> None:
-    assert count_within(5.0, each_s) == count
-
-
-class Ranks:
-    """A world of threads: `gather` waits for all of them, and notes at which call of its rank it was made."""
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self.barrier = threading.Barrier(RANKS, timeout=20)
-        self.values: dict[int, Any] = {}
-        self.calls = [0] * RANKS
-        self.exchanged: list[list[int]] = [[] for _ in range(RANKS)]
-        self.stopped_at = [0] * RANKS
-
-    def of(self, rank: int) -> Any:
-        return SimpleNamespace(device=self.device, gather=lambda mine: self.gather(rank, mine))
-
-    def gather(self, rank: int, mine: torch.Tensor) -> Any:
-        self.values[rank] = mine.numpy()
-        self.exchanged[rank].append(self.calls[rank])
-        self.barrier.wait()
-        found = np.stack([self.values[other] for other in range(RANKS)])
-        self.barrier.wait()
-        return found
-
-    def work(self, rank: int) -> None:
-        """Make calls, of which the second rank's take longer; it wants to stop from call 40 on."""
-        request = SimpleNamespace(count=0)
-        poll = StopPoll(self.of(rank), request)  # type: ignore[arg-type]
-        for call in range(1, CALLS + 1):
-            self.calls[rank] = call
-            request.count = int(rank == 1 and call >= 40)
-            if poll():
-                self.stopped_at[rank] = call
-                return
-            time.sleep(0.002 * rank)
-
-
-def made(device: str) -> Ranks:
-    ranks = Ranks(device)
-    threads = [threading.Thread(target=ranks.work, args=(rank,)) for rank in range(RANKS)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    return ranks
-
-
-def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "NOTICED_S", 0.02)
-    ranks = made("meta")
-    first, second = ranks.exchanged
-    assert first == second and first[:2] == [1, 2]
-    assert len(first) < 35, "most calls exchange nothing"
-    assert ranks.stopped_at == [first[-1]] * RANKS and 40 <= first[-1] <= 40 + MOST
-
-
-def test_on_a_cpu_every_call_exchanges() -> None:
-    ranks = made("cpu")
-    assert ranks.exchanged == [[*range(1, 41)]] * RANKS and ranks.stopped_at == [40] * RANKS
+def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(tmp_path: Path) -> None:
+    first, second = on_ranks(2, polls, tmp_path / "ranks", recipe=str(write_recipe(tmp_path)))
+    assert first == second, "the second rank is slower"
+    exchanged, stopped_at = first["meta"]
+    assert exchanged[:2] == [1, 2] and len(exchanged) < 35, "most calls exchange nothing"
+    assert stopped_at == exchanged[-1] and 40 <= stopped_at <= 40 + MOST
+    assert first["cpu"] == [[*range(1, 41)], 40], "every call exchanges on a CPU"
 
 
 def test_each_step_is_evaluated_and_saved_once_however_a_run_is_stopped(tmp_path: Path) -> None:
@@ -102,6 +41,32 @@ def test_each_step_is_evaluated_and_saved_once_however_a_run_is_stopped(tmp_path
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def polls(recipe: str) -> dict[str, list[Any]]:
+    """Call StopPoll on a device without and with a queue; return the calls that exchanged, and the last one.
+
+    The second rank is slower, and wants to stop from call 40 on.
+    """
+    world, pace.NOTICED_S = build(recipe, []).world, 0.02
+    return {device: polled(world, device) for device in ("meta", "cpu")}
+
+
+def polled(world: World, device: str) -> list[Any]:
+    call, exchanged, request = 0, list[int](), SimpleNamespace(count=0)
+
+    def gather(mine: torch.Tensor) -> Any:
+        exchanged.append(call)
+        return world.gather(mine)
+
+    poll = StopPoll(SimpleNamespace(device=torch.device(device), gather=gather), request)  # type: ignore[arg-type]
+    stopped = False
+    while not stopped:
+        call += 1
+        request.count = int(world.rank == 1 and call >= 40)
+        stopped = poll()
+        time.sleep(0.002 * world.rank)
+    return [exchanged, call]
 
 
 def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
