@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from forks import Command, start_server
-from histories import world
 from histories.faults import CLOCK, FAULT
 from support import ROOT, TESTS, environment, python_path, send_all
 
@@ -79,7 +78,6 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder, self.root = folder, folder / "history"
         self._number = 0
-        world.register_store(self.root / "store")
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)
         self._env = environment(
