@@ -26,7 +26,6 @@ from cuda_fakes.lines import PACKAGE, cuda_lines, traced
 from simulated import SMALL, on_fake, plan_of
 from strict import be_strict
 from support import write_recipe
-from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -54,15 +53,9 @@ from fsdptrain.validation.request import Request
 
 PAIRS = {"data__packing": "none", "data__format": "preference", "train__objective": "dpo"}
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
-PROPERTIES = {  # of a card of each capability, as torch reports them; threads, registers and warps are the same on all
-    80: {"name": "NVIDIA A100-SXM4-80GB", "multi_processor_count": 108, "shared_memory_per_block_optin": 163 * 2**10},
-    90: {"name": "NVIDIA H100 80GB HBM3", "multi_processor_count": 132, "shared_memory_per_block_optin": 227 * 2**10},
-    100: {"name": "NVIDIA B200", "multi_processor_count": 148, "shared_memory_per_block_optin": 227 * 2**10},
-}
-COMMON = {
-    "total_memory": MEMORY, "pci_domain_id": 0, "pci_bus_id": 0, "pci_device_id": 0, "minor": 0, "warp_size": 32,
-    "regs_per_multiprocessor": 2**16, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
-}  # fmt: skip
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, total_memory=MEMORY, pci_domain_id=0, pci_bus_id=0, pci_device_id=0
+)
 
 
 class CudaGenerator(torch.Generator):
@@ -77,18 +70,9 @@ class CudaGenerator(torch.Generator):
 class CudaBackend(Backend):
     """What `torch.cuda` answers on a machine with one GPU, besides its streams and events."""
 
-    def __init__(self, capability: int) -> None:
-        self.properties = SimpleNamespace(**PROPERTIES[capability], **COMMON, major=capability // 10)
-
-    def get_device_name(self, device: Any = None) -> str:
-        return self.properties.name
-
-    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        return self.properties.major, 0
-
-    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        return self.properties
-
+    get_device_name = staticmethod(lambda device=None: H100.name)
+    get_device_capability = staticmethod(lambda device=None: (H100.major, 0))
+    get_device_properties = staticmethod(lambda device=None: H100)
     _exchange_device = staticmethod(lambda device: 0)
     _maybe_exchange_device = staticmethod(lambda device: 0)
     default_generators = (CudaGenerator(),)
@@ -106,19 +90,17 @@ class CudaBackend(Backend):
         return {"reserved_bytes": {"all": {"current": 2**30}}, "num_alloc_retries": 0}
 
 
-def pretend_cuda(capability: int = 90) -> None:
-    """Give this process a pretended GPU of a compute capability (9.0 is 90); for good."""
+def pretend_cuda() -> None:
+    """Give this process a pretended H100; for good."""
     torch._C._ensureCUDADeviceGuardSet()  # first: it does nothing where devices are counted
     FakeTensorMode.avoid_device_init = True  # type: ignore[assignment, method-assign]  # as where no GPU is available
     fake_tensor.init_gpu_context = lambda *_: None
     ctypes.c_byte.in_dll(ctypes.CDLL(None), "gpus").value = 127
     pretended.PRETEND, PretendStream.device_type = CUDA.type, int(torch._C._autograd.DeviceType.CUDA)
     PretendStream.current.append(PretendStream())
-    backend = CudaBackend(capability)
+    backend = CudaBackend()
     for name in (name for name in dir(backend) if not name.startswith("__")):
         setattr(torch.cuda, name, getattr(backend, name))
-        if name in vars(CudaInterface) and name not in ("Stream", "Event"):  # the compiler's, which has the originals
-            setattr(CudaInterface, name, getattr(backend, name))
     torch.accelerator.current_stream = lambda device=None: backend.current_stream()
     functional: Any = torch.nn.functional
     functional.scaled_dot_product_attention = cuda_attention(CUDA.type, functional.scaled_dot_product_attention)
