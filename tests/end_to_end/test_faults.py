@@ -52,6 +52,13 @@ def whole_with_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "run"
 
 
+@pytest.fixture(scope="module")
+def whole_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp = tmp_path_factory.mktemp("four")
+    assert not run_with(small_recipe(tmp, **FOUR)).problems(0)
+    return tmp / "run"
+
+
 def resume_problems(tmp: Path, reference: Path) -> list[str]:
     """Run the same command again without faults; return where its results are not those of an undisturbed run."""
     return run_with(tmp / "recipe.yaml").problems(0) + differences(tmp / "run", reference)
@@ -79,6 +86,8 @@ class Case:
     words: list[str] = field(default_factory=list)  # patterns in the output
     never: str = ""  # a text that is not in the output
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe
+    within: float | None = None  # seconds from the first fault to the end
+    resumes: str = ""  # the fixture of the run as which it then ends
 
 
 CUDA_OOM = (
@@ -99,6 +108,19 @@ def out_of_memory(where: str, moment: str) -> Case:
     return Case(5, [{"where": where, "do": "fail", "rank": 1, "call": 9, "how": how}], words, "restart ", RESTARTS)
 
 
+HANG_S = 8  # launch.timeout_s
+STOPPED: Any = {"do": "send", "how": {"name": "SIGSTOP"}}
+RESUMED: Any = {"resumes": "whole_with_evaluation", **EVALUATED}
+FOUR: Any = {"launch__nproc_per_node": 4, "train__global_batch_size": 8}
+
+
+def hang(
+    fault: dict[str, Any], *words: str, beside: list[Any] | None = None, resumes: str = "", **changes: Any
+) -> Case:
+    changes = {"launch__timeout_s": HANG_S, **changes}
+    return Case(5, [fault, *(beside or [])], [*words], "", changes, HANG_S + 10, resumes)
+
+
 CASES = {
     "dies_every_time_given_up_after_two_restarts": Case(
         5, [kill(UPDATE, 1, 1, times=1)], ["restart 2 of 5"], "restart 3", RESTARTS
@@ -114,20 +136,49 @@ CASES = {
         ["the run hung after step 12: .*rank 1 is in worker.group_left_at_end"],
         changes={"launch__timeout_s": 4},
     ),
+    "hangs_in_the_data": hang(
+        sleep(BATCH, call=7),
+        "rank 0 waits in",
+        "rank 1 is in corpus.batch",
+        r"; rank 1 never entered all-gather #\d+ of model\.\w+",
+    ),
+    # The save that was begun before the step waits for the rank as well, and earlier: rank 0 is late.
+    "stopped_in_a_step": hang(
+        {**sleep(LOSS, 5), **STOPPED},
+        "rank 1 does not respond",
+        r"the other ranks wait for rank 1 in all-gather #\d+ of model\.\w+",
+        beside=[sleep(LOSS, 5, seconds=1, rank=0)],
+    ),
+    "stopped_by_sigstop": hang({**sleep(UPDATE, 5), **STOPPED}, "rank 1", **RESUMED),
+    "in_c_holding_the_gil": hang(sleep(UPDATE, 5, how={"seconds": 3600, "holding_the_gil": True}), "rank 1", **RESUMED),
+    "hangs_in_the_evaluation": hang(sleep("fsdptrain.train.step:Engine.evaluate"), "rank 1", **RESUMED),
+    "hangs_in_the_export": hang(
+        sleep("fsdptrain.checkpoint.export_tensors:names_by_decoder_layer"), "rank 1", **RESUMED
+    ),
+    "hangs_among_four_ranks": hang(
+        sleep(BATCH, call=5),
+        "ranks 0, 2 and 3 wait in all-gather",
+        "rank 1 is in corpus.batch",
+        resumes="whole_on_four_ranks",
+        **FOUR,
+    ),
     "out_of_memory_in_forward": out_of_memory(MLP, r"the forward of model\.layers\.\d"),
     "out_of_memory_in_backward": out_of_memory(
         "fsdptrain.parallel.shard:_GlooReduceScatter.__call__", "the backward, after the reduction of "
     ),
 }
-IN_DEFAULT = ("out_of_memory_in_forward",)
+IN_DEFAULT = ("out_of_memory_in_forward", "hangs_in_the_data")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_DEFAULT else soak) for name in CASES])
-def test_a_fault_ends_the_run_with_its_code_and_message(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    ended = run_with(small_recipe(tmp_path, **case.changes), *case.faults)
-    assert ended.problems(case.code, *case.words) == []
+def test_a_fault_ends_the_run_with_its_code_and_message(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    case, first = CASES[name], {"mark": str(tmp_path / "happened")} if CASES[name].within else {}
+    ended = run_with(small_recipe(tmp_path, **case.changes), case.faults[0] | first, *case.faults[1:])
+    assert ended.problems(case.code, *case.words, within=case.within) == []
     assert not case.never or case.never not in ended.output
+    assert not case.resumes or resume_problems(tmp_path, request.getfixturevalue(case.resumes)) == []
 
 
 ASSERTED = (
@@ -275,57 +326,6 @@ def test_a_worker_that_the_kernel_kills_for_full_memory_is_restarted_once(tmp_pa
     gave_up = "gave up: a worker was killed for full memory a second time"
     assert ended.problems(5, full, "restart 1 of 5", gave_up) == []
     assert "restart 2" not in ended.output
-
-
-# --- hanging ---------------------------------------------------------------------------------------------------------
-
-HANG_S = 8  # launch.timeout_s
-STOPPED: Any = {"do": "send", "how": {"name": "SIGSTOP"}}
-
-
-def hang_problems(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) -> list[str]:
-    ended = run_with(small_recipe(tmp, launch__timeout_s=HANG_S, **changes), {**fault, "mark": str(tmp / "hung")})
-    return ended.problems(5, *words, within=HANG_S + 10)
-
-
-def test_a_hang_is_ended_and_explained(tmp_path: Path) -> None:
-    words = ("rank 0 waits in", "rank 1 is in corpus.batch", r"; rank 1 never entered all-gather #\d+ of model\.\w+")
-    assert hang_problems(tmp_path, sleep(BATCH, call=7), *words) == []
-    assert valid_steps(tmp_path / "run")
-
-
-@soak
-def test_a_rank_stopped_in_a_step_is_named_with_the_unit_that_waits(tmp_path: Path) -> None:
-    """The save that was begun before the step waits for the rank as well, and earlier: rank 0 is late."""
-    stopped = {**sleep(LOSS, 5), **STOPPED, "mark": str(tmp_path / "hung")}
-    late = sleep(LOSS, 5, seconds=1, rank=0)
-    words = ("rank 1 does not respond", r"the other ranks wait for rank 1 in all-gather #\d+ of model\.\w+")
-    ended = run_with(small_recipe(tmp_path, launch__timeout_s=HANG_S), stopped, late)
-    assert ended.problems(5, *words, within=HANG_S + 10) == []
-
-
-HANGS = {
-    "stopped_by_sigstop": {**sleep(UPDATE, 5), **STOPPED},
-    "in_c_holding_the_gil": sleep(UPDATE, 5, how={"seconds": 3600, "holding_the_gil": True}),
-    "during_evaluation": sleep("fsdptrain.train.step:Engine.evaluate"),
-    "during_the_export": sleep("fsdptrain.checkpoint.export_tensors:names_by_decoder_layer"),
-}
-
-
-@soak
-@pytest.mark.parametrize("name", HANGS)
-def test_any_hang_is_ended_and_the_run_resumes(name: str, whole_with_evaluation: Path, tmp_path: Path) -> None:
-    assert hang_problems(tmp_path, HANGS[name], "rank 1", **EVALUATED) == []
-    assert resume_problems(tmp_path, whole_with_evaluation) == []
-
-
-@soak
-def test_a_hang_among_four_ranks_names_each_rank_and_its_place(tmp_path: Path) -> None:
-    words = ("ranks 0, 2 and 3 wait in all-gather", "rank 1 is in corpus.batch")
-    changes: Any = {"launch__nproc_per_node": 4, "train__global_batch_size": 8}
-    assert run_with(small_recipe(tmp_path / "whole", **changes)).problems(0) == []
-    assert hang_problems(tmp_path / "hung", sleep(BATCH, call=5), *words, **changes) == []
-    assert resume_problems(tmp_path / "hung", tmp_path / "whole" / "run") == []
 
 
 # --- late ------------------------------------------------------------------------------------------------------------
