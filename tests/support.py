@@ -177,6 +177,20 @@ def on_ranks(world: int, job: str | Callable[..., Any], out: Path, timeout: floa
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 
+def in_process(job: Callable[..., Any], *arguments: Any, timeout: float = 600) -> Any:
+    """Call a function of a test's module in a process of its own; arguments and result are JSON.
+
+    A pretended accelerator cannot be removed again.
+    """
+    module = ".".join(Path(job.__code__.co_filename).relative_to(TESTS).with_suffix("").parts)
+    code = (
+        f"import json, sys; from {module} import {job.__name__} as job; print(json.dumps(job(*json.load(sys.stdin))))"
+    )
+    done = python("-c", code, input=json.dumps(arguments), timeout=timeout, PYTHONPATH=python_path(TESTS))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 NOBODY = 65534
 
 

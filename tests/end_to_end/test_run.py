@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import Command
-from injection import valid_steps
+from injection import Running, valid_steps
 from reference import documents_of, plain_loss, stream_of
 from safetensors.torch import load_file
 from support import (
@@ -208,25 +207,12 @@ def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> 
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def start(recipe: Path, *overrides: str, by: type = Command, **extra: str) -> subprocess.Popen[str]:
-    return by(  # type: ignore[no-any-return]
-        [sys.executable, "-m", "fsdptrain", "run", str(recipe), *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra),
-    )  # fmt: skip
-
-
 def test_a_stop_signal_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
-    recipe, run = (
-        write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False),
-        tmp_path / "run",
-    )
-    process = start(recipe)
+    recipe = write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False)
+    running, run = Running(recipe), tmp_path / "run"
     wait_for_step(run, 3)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, output
-    assert "run the same command to continue" in output and "Ctrl-C" in output
-    assert processes_using(run) == []
+    running.process.send_signal(signal.SIGINT)
+    assert not running.wait().problems(75, "run the same command to continue", "Ctrl-C")
     stopped = events(run, "stop")[-1]["step"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
     done = fsdptrain("run", recipe, f"train.steps={stopped + 2}", "schedule.name=constant", "export.at_end=false")
@@ -236,7 +222,7 @@ def test_a_stop_signal_saves_and_the_same_command_resumes(tmp_path: Path) -> Non
 
 
 def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
+    recipe = write_recipe(tmp_path, launch__nproc_per_node=1)
     text = tmp_path / "text.jsonl"
     lines = text.read_text().splitlines()
     lines[6] = '{"text": 7}'
@@ -286,42 +272,36 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
     recipe, run = write_recipe(tmp_path, train__steps=2000, checkpoint__every=None), tmp_path / "run"
     recorded = json.loads((TESTS / "plan" / "launchers.json").read_text())
     (slurm,) = recorded["sbatch -N2 --ntasks-per-node=2, srun -N1 -n1"]  # one node of the job, one task
-    process = start(recipe, **slurm)
+    running = Running(recipe, **slurm)
     wait_for_step(run, 2)
     for _ in range(2):
-        send_all(signal.SIGTERM, {process.pid, *processes_using(run)})
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 75, output
-    assert "2 × cpu (from Slurm job 6), FULL_SHARD" in output
+        send_all(signal.SIGTERM, {running.process.pid, *processes_using(run)})
+    assert not running.wait().problems(75, r"2 × cpu \(from Slurm job 6\), FULL_SHARD")
     (stop,) = events(run, "stop")
     assert valid_steps(run) == [stop["step"]] and stop["step"] >= 2
-    assert processes_using(run) == []
 
 
 def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
-    process = start(recipe, by=subprocess.Popen)  # which has everything to import
+    running = Running(recipe, prefix=["env"])  # a process that has everything to import
     end = time.monotonic() + 150
     while time.monotonic() < end and not processes_using(run, also="fsdptrain.launch.agent"):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)  # the agent starts, or imports torch
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 75, output
-    assert processes_using(run) == []
+    running.process.send_signal(signal.SIGTERM)  # the agent starts, or imports torch
+    assert not running.wait().problems(75)
 
 
 def test_a_stop_signal_is_obeyed_while_a_large_model_is_checked(tmp_path: Path) -> None:
     config = {"model_type": "llama", **TINY, "num_hidden_layers": 4096}  # takes a minute
     recipe, run = write_recipe(tmp_path, model__config=config, launch__grace_s=20), tmp_path / "run"
-    process, end = start(recipe), time.monotonic() + 60
+    running, end = Running(recipe), time.monotonic() + 60
     while time.monotonic() < end and not (run / "logs" / "progress.jsonl").exists():
         time.sleep(0.1)
     time.sleep(2)  # its constructor runs
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 75, output
-    assert "stopped by SIGTERM before the first step; nothing was lost" in output and "killed" not in output, output
-    assert processes_using(run) == []
+    running.process.send_signal(signal.SIGTERM)
+    ended = running.wait()
+    assert not ended.problems(75, "stopped by SIGTERM before the first step; nothing was lost")
+    assert "killed" not in ended.output, ended.output
 
 
 def test_an_export_overwrites_no_file_of_the_user(finished: Any, tmp_path: Path) -> None:

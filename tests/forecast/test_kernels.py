@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from simulated import SMALL, config_of, plan_of
+from support import in_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.forecast.kernels import CUDA_ATTENTION, backward_workspace, computed_flops, cuda_attention, on_card
@@ -99,7 +99,7 @@ def test_attention_on_a_cpu_counts_half_of_all_pairs_for_every_head() -> None:
     assert found == [forward, forward, backward] and forward == ALL // 2
 
 
-def _check_step_on_hopper(folder: Path) -> None:
+def check_step_on_hopper(folder: str) -> None:
     one_layer = SMALL | {"num_hidden_layers": 1}
     changes = {
         "model__config": one_layer,
@@ -107,7 +107,7 @@ def _check_step_on_hopper(folder: Path) -> None:
         "fsdp__mixed_precision": {},
         "train__global_batch_size": 16,
     }
-    plan = plan_of(folder, 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
+    plan = plan_of(Path(folder), 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
     config = config_of(plan)
     plan_of_a100, plan = (choose_attention(plan, config, card.prefers_cudnn)[0] for card in (A100, H100))
     assert plan_of_a100.recipe.model.attn_implementation == varlen.NAME
@@ -146,8 +146,4 @@ def _check_rates(plan: Plan, config: Any) -> None:
 
 
 def test_a_step_on_hopper_uses_cudnn_and_has_the_workspaces_of_cublas(tmp_path: Path) -> None:
-    """In a process of its own: a pretended accelerator cannot be removed again."""
-    process = multiprocessing.get_context("spawn").Process(target=_check_step_on_hopper, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_process(check_step_on_hopper, str(tmp_path))

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waits
 from forecast.test_simulate import WAITING
-from simulated import SMALL
-from support import TESTS, python, python_path
+from simulated import SMALL, plan_of
+from support import in_process
 
 from fsdptrain.config.optimizers import OptimizerKind
 
-FOUND = """
-import json, sys
-from pathlib import Path
-from simulated import SMALL, plan_of
-from waits import races
-
-shape = SMALL | {"num_hidden_layers": 1}
-for changes, missing in json.load(sys.stdin):
-    changes = {"model__config": shape} | changes
-    print(json.dumps(races(plan_of(Path(sys.argv[1]), device="cuda", **changes), missing)))
-"""
 PREFETCHED = {"data__packing": "none", "fsdp__forward_prefetch": 1}
 OFFLOADED = {"fsdp__cpu_offload": True, "fsdp__backward_prefetch": "BACKWARD_POST"}
 COPIES = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16}
@@ -39,9 +28,14 @@ KEPT = SHARED | {  # several layers: what the last one keeps is on the device an
 
 def found(folder: Path, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
     """Return the races of runs with these changes, each without one of the waits of `waits.MISSING` if it is named."""
-    done = python("-c", FOUND, folder, input=json.dumps(runs), timeout=3600, PYTHONPATH=python_path(TESTS))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return list(in_process(races_of, str(folder), runs, timeout=3600))
+
+
+def races_of(folder: str, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
+    shape = {"model__config": SMALL | {"num_hidden_layers": 1}}
+    return [
+        waits.races(plan_of(Path(folder), device="cuda", **(shape | changes)), missing) for changes, missing in runs
+    ]
 
 
 MISSING = {  # wait of `waits.MISSING` that is left out → the race that is found then
@@ -54,12 +48,12 @@ MISSING = {  # wait of `waits.MISSING` that is left out → the race that is fou
 
 
 def test_every_access_waits_for_those_before_it_and_a_missing_wait_is_found(tmp_path: Path) -> None:
-    waits = ["of the host for the numbers of a step", "of collectives for the computation"]
-    planted = [(PREFETCHED, wait) for wait in waits]
+    chosen = ["of the host for the numbers of a step", "of collectives for the computation"]
+    planted = [(PREFETCHED, wait) for wait in chosen]
     free = [(changes, None) for changes in (PREFETCHED, OFFLOADED | COPIES, KEPT)]
     *raced, prefetched, offloaded, kept = found(tmp_path, [*planted, *free])
     assert prefetched == offloaded == kept == []
-    for wait, races in zip(waits, raced, strict=True):
+    for wait, races in zip(chosen, raced, strict=True):
         assert any(MISSING[wait] in race for race in races), (wait, races[:5])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,21 +11,26 @@ from typing import Any
 import pytest
 import torch
 from ranks import build, curve
+from safetensors.torch import load_file
 from simulated import SMALL, config_of, named, on_fake, plan_of
-from support import TESTS, on_ranks, python, python_path, write_recipe
+from support import in_process, on_ranks, write_recipe
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from waits import recorded, waits
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import load
 from fsdptrain.forecast import simulation as simulate
-from fsdptrain.forecast.device import DeviceEvent, PretendStream, pretend_world
+from fsdptrain.forecast.device import DeviceEvent, PretendStream, pretend_accelerator, pretend_world
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import LOSS_BACKWARD, Recorder, storage_of
-from fsdptrain.forecast.trace import HOST, Alloc, Kernel, peak, traffic
+from fsdptrain.forecast.trace import HOST, Alloc, Collective, Free, Kernel, peak, traffic
 from fsdptrain.model.adapters import freeze
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import weights_of
+from fsdptrain.model.units import units_of, weights_of
+from fsdptrain.model.weights import place_buffers, read_weights
 from fsdptrain.parallel.patches import takes_two_dtypes
+from fsdptrain.parallel.shard import shard
 from fsdptrain.plan.plan import Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.train.step import Engine
@@ -203,64 +207,49 @@ def test_the_collectives_of_real_ranks_are_those_of_the_forecast(tmp_path: Path)
             assert forecast["all-reduce"] == 2  # two units each, of embedding, two layers and head
 
 
-REPEATED = """
-import math, sys
-from transformers import AutoConfig
-from fsdptrain.forecast.trace import HOST, Alloc, Free
-from fsdptrain.model.units import weights_of
-from fsdptrain.model.skeleton import skeleton
-from fsdptrain.plan.plan import Plan, varied
-from fsdptrain.forecast.simulation import simulate
-
-plan = Plan.from_json(sys.stdin.read())
-fields = dict(plan.recipe.model.config)
-config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-traces = []
-for _ in range(3):
-    numbers, lines = {}, []
-    for event in simulate(plan, config, pretend=True).all():
-        if isinstance(event, Alloc | Free):
-            number = numbers.setdefault(event.storage, len(numbers))
-            lines.append((type(event).__name__, number, event.size if isinstance(event, Alloc) else 0))
-        else:
-            lines.append(type(event).__name__)
-    traces.append(lines)
-assert traces[0] == traces[1] == traces[2]
-# What FSDP2 keeps in host memory is what is counted without a simulation.
-plan = varied(plan, {"fsdp.cpu_offload": True, "fsdp.accumulation": "hold_shards"})
-sizes = {name: [] for name in ("parameter shards", "gradients", "optimizer state")}
-for event in simulate(plan, config, pretend=True).all():
-    if isinstance(event, Alloc) and event.storage.device == HOST and event.storage.category in sizes:
-        sizes[event.storage.category].append(event.size)
-weights, state = weights_of(skeleton(config, plan.recipe.model)).values(), sizes.pop("optimizer state")
-pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes["parameter shards"] + sizes["gradients"])
-assert plan.host_state_bytes(weights) == pinned + sum(state) - 4 * len(weights)  # the counters of steps
-"""
+def check_trace(text: str) -> None:
+    plan = Plan.from_json(text)
+    config, traces = config_of(plan), []
+    for _ in range(3):
+        numbers: dict[Any, int] = {}
+        lines: list[Any] = []
+        for event in simulate.simulate(plan, config, pretend=True).all():
+            if isinstance(event, Alloc | Free):
+                number = numbers.setdefault(event.storage, len(numbers))
+                lines.append((type(event).__name__, number, event.size if isinstance(event, Alloc) else 0))
+            else:
+                lines.append(type(event).__name__)
+        traces.append(lines)
+    assert traces[0] == traces[1] == traces[2]
+    # What FSDP2 keeps in host memory is what is counted without a simulation.
+    plan = varied(plan, {"fsdp.cpu_offload": True, "fsdp.accumulation": "hold_shards"})
+    sizes: dict[str, list[int]] = {name: [] for name in ("parameter shards", "gradients", "optimizer state")}
+    for event in simulate.simulate(plan, config, pretend=True).all():
+        if isinstance(event, Alloc) and event.storage.device == HOST and event.storage.category in sizes:
+            sizes[event.storage.category].append(event.size)
+    weights, state = weights_of(skeleton(config, plan.recipe.model)).values(), sizes.pop("optimizer state")
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes["parameter shards"] + sizes["gradients"])
+    assert plan.host_state_bytes(weights) == pinned + sum(state) - 4 * len(weights)  # the counters of steps
 
 
 def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path) -> None:
     """Autograd would run its backward in a thread there, which frees its last gradient at any later moment."""
-    plan = plan_of(tmp_path, device="cuda", train__global_batch_size=8, data__packing="none")
-    done = python("-c", REPEATED, input=plan.to_json())
-    assert done.returncode == 0, done.stderr[-2000:]
+    in_process(
+        check_trace, plan_of(tmp_path, device="cuda", train__global_batch_size=8, data__packing="none").to_json()
+    )
 
 
-WAITS = """
-import json, sys
-from pathlib import Path
-from simulated import SMALL, plan_of
-from waits import recorded, waits
-from fsdptrain.forecast.trace import Collective, Kernel
+def waits_of(folder: str, matrix: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for changes in matrix:
+        plan = plan_of(Path(folder), device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
+        steps, evaluation = recorded(plan, 2)
+        products = {event.stream for event in steps if isinstance(event, Kernel) and event.flops}
+        units = {event.stream for event in steps if isinstance(event, Collective) and event.size > 1000}
+        found.append({**waits(steps, evaluation, 2), "beside": bool(units) and not units & products})
+    return found
 
-found = []
-for changes in json.load(sys.stdin):
-    plan = plan_of(Path(sys.argv[1]), device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
-    steps, evaluation = recorded(plan, 2)
-    products = {event.stream for event in steps if isinstance(event, Kernel) and event.flops}
-    units = {event.stream for event in steps if isinstance(event, Collective) and event.size > 1000}
-    found.append({**waits(steps, evaluation, 2), "beside": bool(units) and not units & products})
-print(json.dumps(found))
-"""
+
 WAITING = [
     {
         "fsdp__strategy": strategy, "fsdp__accumulation": mode, "train__global_batch_size": 8 * count,
@@ -281,9 +270,7 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
 
     With offload the host also waits for gradients and for the numbers of all ranks: it updates the weights.
     """
-    done = python("-c", WAITS, tmp_path, input=json.dumps(matrix), PYTHONPATH=python_path(TESTS))
-    assert done.returncode == 0, done.stderr[-2000:]
-    for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
+    for changes, found in zip(matrix, in_process(waits_of, str(tmp_path), matrix, timeout=3600), strict=True):
         print(named(changes), found)
         assert found.pop("beside"), "the collectives of units run in the stream of the matrix products"
         expected = {"read": 1 / changes["log__every"], "evaluation": 2}
@@ -323,46 +310,30 @@ def test_the_host_waits_only_to_read_a_logged_step_in_every_configuration(tmp_pa
     check_waits(tmp_path, WAITING)
 
 
-OFFLOADED = """
-import sys
-import torch
-from safetensors.torch import load_file
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
-from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import units_of
-from fsdptrain.plan.hardware import KNOWN
-from fsdptrain.plan.plan import Plan
-from fsdptrain.forecast.device import pretend_accelerator, pretend_world
-from fsdptrain.parallel.shard import shard
-from fsdptrain.model.weights import place_buffers, read_weights
-
-plan = Plan.from_json(sys.stdin.read())
-config = AutoConfig.from_pretrained(plan.recipe.model.id)
-with pretend_world(plan, pretend_accelerator()) as world:
-    bare = skeleton(config, plan.recipe.model)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # everything is fake except the weights
-        model = skeleton(config, plan.recipe.model)
-        place_buffers(model, world.device, None)
-        shard(model, units_of(model, "auto"), world, plan)
-    read_weights(model, bare, plan, torch.device("cpu"), lambda *_: None)
-    whole = load_file(plan.recipe.model.id + "/model.safetensors")
-    for name, param in model.named_parameters():
-        local = param.to_local()
-        assert local.device.type == "cpu" and param.device_mesh.device_type == "pretend", name
-        assert torch.equal(local, whole[name][: len(local)]) and len(local) * 2 == len(whole[name]), name
-"""
+def check_offloaded_weights(text: str) -> None:
+    plan = Plan.from_json(text)
+    config = AutoConfig.from_pretrained(plan.recipe.model.id)
+    with pretend_world(plan, pretend_accelerator()) as world:
+        bare = skeleton(config, plan.recipe.model)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # everything is fake except the weights
+            model: Any = skeleton(config, plan.recipe.model)
+            place_buffers(model, world.device, None)
+            shard(model, units_of(model, "auto"), world, plan)
+        read_weights(model, bare, plan, torch.device("cpu"), lambda *_: None)
+        whole = load_file(f"{plan.recipe.model.id}/model.safetensors")
+        for name, param in model.named_parameters():
+            local = param.to_local()
+            assert local.device.type == "cpu" and param.device_mesh.device_type == "pretend", name
+            assert torch.equal(local, whole[name][: len(local)]) and len(local) * 2 == len(whole[name]), name
 
 
 def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(**{"model_type": "llama", **{k: v for k, v in SMALL.items() if k != "model_type"}})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL)).save_pretrained(tmp_path / "model")
     plan = plan_of(
         tmp_path, world=2, device="cuda", fsdp__cpu_offload=True,
         model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}},
     )  # fmt: skip
-    done = python("-c", OFFLOADED, input=plan.to_json())
-    assert done.returncode == 0, done.stderr[-2000:]
+    in_process(check_offloaded_weights, plan.to_json())
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
