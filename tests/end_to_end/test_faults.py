@@ -592,5 +592,5 @@ def test_a_run_whose_folder_goes_away_ends_and_makes_no_other(how: str, tmp_path
     assert not run.exists()
     if how == "renamed":
         assert valid_steps(away)
-    again = run_with(small_recipe(tmp_path, train__steps=4))
-    assert again.problems(0) == []
+    else:
+        assert run_with(small_recipe(tmp_path, train__steps=4)).problems(0) == []

@@ -23,7 +23,6 @@ from support import (
     ROOT,
     TESTS,
     TINY,
-    environment,
     events,
     fsdptrain,
     processes_using,
@@ -256,11 +255,8 @@ def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".fsdptrain").touch()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "sta')  # half a line of an attempt that was killed
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
-         sys.executable, "-m", "fsdptrain", "run", str(recipe)],
-        capture_output=True, text=True, timeout=120, env=environment(), check=False,
-    )  # fmt: skip
+    workers = ["--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-m", "fsdptrain", "run", recipe]
+    done = python("-m", "torch.distributed.run", *workers)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 steps in" in done.stdout
     assert done.stdout.count("step 2/2") == 1  # only rank 0 prints

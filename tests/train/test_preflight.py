@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import small_config
-from support import TINY, fsdptrain, python, python_path, write_recipe
+from support import TINY, fsdptrain, in_process, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdptrain.config.reader import load
@@ -196,23 +197,16 @@ def test_cheap_products_give_the_same_answer_as_real_ones(kind: str, monkeypatch
     assert verdicts[0] == verdicts[1]
 
 
-def test_a_large_model_takes_no_memory() -> None:
-    code = """if True:
-        import resource
-        from transformers import AutoConfig
-        from fsdptrain.model.skeleton import skeleton
-        from fsdptrain.model.probe import Probe
-        from fsdptrain.config.schema import Model
+def grown_by_a_large_model() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: in this process, nothing else
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=4)
+    tested = Probe(skeleton(config, Model(attn_implementation="auto")))
+    assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: in this process, nothing else
-        config = AutoConfig.for_model("mixtral", num_hidden_layers=4)
-        tested = Probe(skeleton(config, Model(attn_implementation="auto")))
-        assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    """
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**20  # KiB; its weights would take 24 GiB
+
+def test_a_large_model_takes_no_memory() -> None:
+    assert in_process(grown_by_a_large_model) < 2**20  # KiB; its weights would take 24 GiB
 
 
 def test_kernels_that_need_a_gpu_are_not_called_on_a_cpu(tmp_path: Path) -> None:
