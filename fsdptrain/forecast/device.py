@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fsdptrain.forecast.kernels import cuda_attention
-from fsdptrain.forecast.patches import register_accelerator
+from fsdptrain.forecast.patches import KERNELS
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh
 from fsdptrain.plan.plan import Plan
@@ -131,12 +131,19 @@ class Backend:
 
 
 def pretend_accelerator() -> torch.device:
-    """Register the accelerator (once a process), with the attention kernels that CUDA would choose."""
+    """Register the accelerator (once a process), with the attention kernels that CUDA would choose.
+
+    Without kernels of its own a device would get attention and some backward operators in pieces.
+    """
     if not hasattr(torch, PRETEND):
         PretendStream.current.append(PretendStream())
-        register_accelerator(
-            PRETEND, Backend(), lambda device=None: PretendStream.current[-1], partial(cuda_attention, PRETEND)
-        )
+        _setup_privateuseone_for_python_backend(PRETEND, backend_module=Backend())
+        functional: Any = torch.nn.functional
+        accelerator: Any = torch.accelerator
+        functional.scaled_dot_product_attention = cuda_attention(PRETEND, functional.scaled_dot_product_attention)
+        for operator in ("silu_backward", "mish_backward"):
+            KERNELS.impl(operator, lambda *_: None, "PrivateUse1")  # never called: fake tensors need only its shape
+        accelerator.current_stream = Backend.current_stream
     return torch.device(PRETEND)
 
 

@@ -35,12 +35,6 @@ def on_card(card: Hardware | None) -> Iterator[None]:
         _cards.pop()
 
 
-def prefers_cudnn() -> bool:
-    """Return whether torch tries cuDNN first on the simulated card; without cuDNN here, as with a recent one."""
-    card, version = _cards[-1], torch.backends.cudnn.version()
-    return card is not None and card.prefers_cudnn and (version is None or version >= CUDNN_VERSION)
-
-
 def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Return scaled dot product attention that on `device` chooses its kernel as CUDA does; `otherwise` elsewhere.
 
@@ -56,7 +50,9 @@ def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., 
         if q.device.type != device:
             return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         card, half, size = _cards[-1], q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-        cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0 and prefers_cudnn()
+        version = torch.backends.cudnn.version() or CUDNN_VERSION  # without cuDNN here, as with a recent one
+        cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0
+        cudnn = cudnn and card is not None and card.prefers_cudnn and version >= CUDNN_VERSION
         flash = half and (card is None or card.has_flash) and size == v.shape[-1] <= FLASH_HEAD
         if attn_mask is None and flash and not cudnn:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]

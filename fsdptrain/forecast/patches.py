@@ -17,7 +17,6 @@ import torch
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend `fake`)
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import masking_utils
 
 from fsdptrain.model import patches as of_model
@@ -30,7 +29,7 @@ RELIES_ON = {
         "3f825e430de4": "2.13.0 2.15.0",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty": {"62bed30ba222": "2.11.0 2.13.0 2.15.0"},
-    # Used as they are: by `register_accelerator` and `pretend_world`,
+    # Used as they are: by `pretend_accelerator` and `pretend_world`,
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": {
         "a0401fb0033e": "2.11.0 2.13.0",
         "de8e1d28eae9": "2.15.0",
@@ -91,22 +90,6 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
         yield
 
 
-@contextlib.contextmanager
-def resizes_watched(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `resized` after every resize of a storage: FSDP2 frees gathered parameters so, and no dispatch mode sees it.
-
-    Replaces `torch.UntypedStorage.resize_`.
-    """
-    resize = torch.UntypedStorage.resize_
-
-    def watched(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        resized(storage)
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", watched):
-        yield
-
-
 KERNELS = torch.library.Library("aten", "IMPL")
 # What fake tensors need of an operator that changes its arguments: nothing. torch has this for `_fused_adamw_` only.
 KERNELS.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
@@ -128,21 +111,3 @@ def grouped_mm(
 
 
 KERNELS.impl("_grouped_mm", grouped_mm, "Meta", allow_override=True)
-
-
-Attention = Callable[..., Any]
-
-
-def register_accelerator(
-    name: str, backend: Any, current_stream: Callable[..., Any], attention: Callable[[Attention], Attention]
-) -> None:
-    """Give torch a device type `name` (PrivateUse1) whose streams and events are Python's; for good.
-
-    Replaces `scaled_dot_product_attention` by `attention(original)`, and `torch.accelerator.current_stream`. A device
-    without kernels of its own would get attention and some backward operators in pieces.
-    """
-    _setup_privateuseone_for_python_backend(name, backend_module=backend)
-    torch.nn.functional.scaled_dot_product_attention = attention(torch.nn.functional.scaled_dot_product_attention)
-    for operator in ("silu_backward", "mish_backward"):
-        KERNELS.impl(operator, lambda *_: None, "PrivateUse1")  # never called: fake tensors need only its shape
-    torch.accelerator.current_stream = current_stream

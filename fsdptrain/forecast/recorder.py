@@ -7,6 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdptrain.forecast import device as pretend
 from fsdptrain.forecast import kernels
-from fsdptrain.forecast.patches import resizes_watched
 from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import (
     HOST,
@@ -99,14 +99,21 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         pretend.listeners.append(self.write)
         self.entered = True
-        self._resizes = resizes_watched(self._update_size)
-        self._resizes.__enter__()
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if entry := self.known.get(storage):
+                self._set_size(entry, storage.nbytes())
+
+        self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", resized)  # no dispatch mode sees it
+        self._resizes.start()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._resizes.__exit__(None, None, None)
+        self._resizes.stop()
         pretend.listeners.remove(self.write)
         self.entered = False  # what is freed from now on is not part of the trace
 
@@ -230,11 +237,6 @@ class Recorder(TorchDispatchMode):
         self.known[storage] = entry
         self._set_size(entry, storage.nbytes())
         weakref.finalize(storage, self._set_size, entry, 0).atexit = False
-
-    def _update_size(self, storage: torch.UntypedStorage) -> None:
-        entry = self.known.get(storage)
-        if entry is not None:
-            self._set_size(entry, storage.nbytes())
 
     def _set_size(self, entry: _Entry, size: int) -> None:
         before, entry.size = entry.size, size

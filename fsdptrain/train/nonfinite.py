@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdptrain.data.corpus import Batch
 from fsdptrain.model.units import base_name, nonfinite_names, nonfinite_note
 from fsdptrain.parallel.shard import begin_micro_batch
-from fsdptrain.train.patches import reductions_watched
+from fsdptrain.train.patches import nonfinite_gradients
 from fsdptrain.train.step import Engine
 
 
@@ -28,7 +28,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
     list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
     """
     mine: list[tuple[int, str]] = []
-    with _watched_outputs(engine.model) as bad_units, _watched_reductions(engine.model) as bad_names:
+    with _watched_outputs(engine.model) as bad_units, nonfinite_gradients(engine.model) as bad_names:
         engine.seed(step)
         begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
         for number, batch in enumerate(batches):
@@ -76,17 +76,3 @@ def _watched_outputs(model: nn.Module) -> Iterator[list[str]]:
     yield bad_units
     for hook in hooks:
         hook.remove()
-
-
-@contextlib.contextmanager
-def _watched_reductions(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the parameters whose gradients on this rank are not finite before reduction, in the order of backward."""
-    bad_names: list[str] = []
-    names = {id(param): name for name, param in model.named_parameters()}
-
-    def check(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
-        named = zip(params, gradients, strict=True)
-        bad_names.extend(reversed([names[id(param)] for param, grad in named if not grad.isfinite().all()]))
-
-    with reductions_watched(check):
-        yield bad_names

@@ -25,7 +25,6 @@ from fsdptrain.model.units import decoder_layers
 from fsdptrain.parallel.world import Floats, World
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
-from fsdptrain.train.patches import record_allocations, write_allocations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,7 +178,7 @@ class Recording:
     def _begin(self, step: int) -> None:
         self._first = step
         if self._on_cuda:
-            record_allocations()
+            torch.cuda.memory._record_memory_history(stacks="python")
         # Stacks would make a trace many times larger; FSDP2 names its units in it anyway.
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
         self._profile = profile(activities=sorted(wanted, key=str), record_shapes=True, profile_memory=True)
@@ -195,4 +194,5 @@ class Recording:
         name = f"rank-{self._rank}-steps-{self._first + 1}-{self._newest + 1}"
         recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
         if self._on_cuda:
-            write_allocations(self._folder / f"{name}.pickle")
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.pickle"))  # for pytorch.org/memory_viz
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -7,8 +7,7 @@ original has changed within a version, and warns when a version has another sour
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -36,34 +35,26 @@ RELIES_ON = {
     "bitsandbytes.optim.optimizer.Optimizer8bit.step": {"1ff73e315716": "0.50.2"},
     "bitsandbytes.optim.optimizer.Optimizer2State.init_state": {"5e0ba3874f96": "0.50.2"},
     "bitsandbytes.optim.optimizer.Optimizer2State.update_step": {"8ac7975db6c0": "0.50.2"},
+    # By pace, documented in spite of their names: `_record_memory_history` and `_dump_snapshot` of torch.cuda.memory.
 }
-
-Watcher = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 
 
 @contextlib.contextmanager
-def reductions_watched(watcher: Watcher) -> Iterator[None]:
-    """Show `watcher` the parameters of each unit and their gradients on this rank, before these are reduced.
+def nonfinite_gradients(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the parameters whose gradients on this rank are not finite before reduction, in the order of backward.
 
     Replaces `foreach_reduce` where FSDP2 looks it up: no hook of FSDP2 or autograd sees a sharded parameter's gradient
     before the reduction.
     """
+    bad_names: list[str] = []
+    names = {id(param): name for name, param in model.named_parameters()}
     reduce = _fsdp_param_group.foreach_reduce
 
     def watched(params: Any, gradients: list[torch.Tensor], *rest: Any, **options: Any) -> Any:
-        watcher([param.sharded_param for param in params], gradients)
+        of_unit = [names[id(param.sharded_param)] for param in params]
+        finite = [bool(gradient.isfinite().all()) for gradient in gradients]
+        bad_names.extend(name for name, is_finite in reversed([*zip(of_unit, finite, strict=True)]) if not is_finite)
         return reduce(params, gradients, *rest, **options)
 
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", watched):
-        yield
-
-
-def record_allocations() -> None:
-    """Let CUDA's allocator keep its events from now on, with the Python frames that caused them."""
-    torch.cuda.memory._record_memory_history(stacks="python")  # documented, in spite of its name, as is the next one
-
-
-def write_allocations(path: Path) -> None:
-    """Write the events that `record_allocations` kept, and what is allocated now, for pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
+        yield bad_names
