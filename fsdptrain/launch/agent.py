@@ -152,7 +152,7 @@ def terminate(workers: Sequence[ForkProcess]) -> list[ForkProcess]:
     """Send SIGTERM to the workers that still run; kill those that do not end, and return these.
 
     A process that was stopped does not end, nor does one that takes SIGTERM for a request to save (see
-    `train.worker.stop_signals`).
+    `train.worker.work`).
     """
     killed = []
     for worker in workers:

@@ -302,19 +302,17 @@ class Engine:
             self.optimizer.step()
         self.drop_gradients()
         if not self._checked:
-            self._check()
+            assert_dtypes(self.model, self.optimizer, self.plan.recipe)
+            if any(part_of(p).untyped_storage() is not part.untyped_storage() for p, part in self._params):
+                raise RuntimeError(
+                    "internal error: FSDP2 has moved shards that the optimizer updates (please report it)"
+                )
             self._checked = True
 
     def drop_gradients(self) -> None:
         """Free all gradients."""
         for param, part in self._params:
             param.grad = part.grad = None
-
-    def _check(self) -> None:
-        """Raise RuntimeError if the optimizer has wrong dtypes, or no longer the memory of the model's shards."""
-        assert_dtypes(self.model, self.optimizer, self.plan.recipe)
-        if any(part_of(p).untyped_storage() is not part.untyped_storage() for p, part in self._params):
-            raise RuntimeError("internal error: FSDP2 has moved shards that the optimizer updates (please report it)")
 
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False

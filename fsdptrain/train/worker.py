@@ -79,17 +79,6 @@ def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
         raise stopped
 
 
-def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this worker to stop; all of them if none is returned.
-
-    The agent sends STOP_SIGNAL; its SIGTERM means that another worker failed. But `scancel` sends SIGTERM to every
-    process of a job, so where a launcher like Slurm started the run, it asks for a checkpoint, too.
-    """
-    if plan.topology.joined:
-        return ()
-    return (STOP_SIGNAL, signal.SIGTERM) if plan.topology.source else (STOP_SIGNAL,)
-
-
 def work(plan: Plan) -> NoReturn:
     """Train as one rank, then end the process with the right exit code.
 
@@ -97,10 +86,12 @@ def work(plan: Plan) -> NoReturn:
     """
     faulthandler.enable()
     transformers.utils.logging.disable_progress_bar()  # the set-up reports its own progress
-    joined = plan.topology.joined
-    code = 0
+    joined, code = plan.topology.joined, 0
+    # The agent sends STOP_SIGNAL; its SIGTERM means that another worker failed. But `scancel` sends SIGTERM to every
+    # process of a job, so where a launcher like Slurm started the run, it asks for a checkpoint, too.
+    signals = (STOP_SIGNAL, signal.SIGTERM) if plan.topology.source else (STOP_SIGNAL,)
     try:
-        with StopRequest(*stop_signals(plan)) as stop:
+        with StopRequest(*(() if joined else signals)) as stop:  # none: all signals that stop a command
             if joined and os.environ["RANK"] == "0":  # under torchrun there is no launcher that shows the run
                 with Screen() as screen, tracked(plan, screen.say) as trackers:
                     trackers.poll()
