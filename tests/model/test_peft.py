@@ -1,4 +1,4 @@
-"""Adapters and frozen weights: the curve of a plain peft loop, resume, exports that peft opens, and what is refused."""
+"""Adapters and frozen weights: the curve of a plain peft loop, resume, exports, what is refused, FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, planned, strategies, write_recipe
 from torch import nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
 from fsdptrain.checkpoint.export import check_unchanged, export_checkpoint, with_options
@@ -35,7 +36,7 @@ from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, 
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import is_adapter, weights_of
+from fsdptrain.model.units import is_adapter, model_flops, weights_of
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.report.run_banner import heading
@@ -590,3 +591,35 @@ def test_what_gets_an_adapter() -> None:
     assert trained == {"model.norm.weight"} and all("layers.0." in name for name in params if "lora" in name)
     count = Counts.of(weights_of(frozen("llama", None, trainable=("lm_head", "model.layers.1.*norm.weight"))).values())
     assert (count.trained, count.adapters) == (512 * 64 + 2 * 64, 0)
+
+
+# --- FLOPs of a step ------------------------------------------------------------------------------------------------
+
+LLAMA = LlamaConfig(**TINY | {"num_hidden_layers": 4}, tie_word_embeddings=False)
+TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "all": (LLAMA, {}),
+    "LoRA": (LLAMA, {"adapter": Adapter(kind="lora", r=8)}),
+    "LoRA in a few layers": (LLAMA, {"adapter": Adapter(kind="lora", r=8, target=["2.self_attn.q_proj", "down_proj"])}),
+    "last layer, norm and head": (LLAMA, {"trainable": ["layers.3", "norm", "lm_head"]}),
+    "layers without the embedding": (LLAMA, {"trainable": ["layers"]}),
+    "MLP of a layer": (LLAMA, {"trainable": ["layers.1.mlp"]}),
+    "head": (LLAMA, {"trainable": ["lm_head"]}),
+    "tied": (LlamaConfig(**TINY, tie_word_embeddings=True), {"trainable": ["layers.1"]}),
+    "tied, LoRA": (LlamaConfig(**TINY, tie_word_embeddings=True), {"adapter": Adapter(kind="lora", r=8)}),
+    "gpt2, LoRA": (GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4), {"adapter": Adapter(kind="lora", r=8)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    config, trained = TRAINED[name]
+    model = Model(id="base", attn_implementation="eager", trainable=trained.get("trainable", []))
+    recipe = Recipe(model=model, adapter=trained.get("adapter", Adapter()))
+    bare = freeze(skeleton(config, model), recipe)
+    rows, length = 2, 96
+    counted = model_flops(bare, rows * length, length)
+    real = bare.to_empty(device="cpu").float().train()
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        real(input_ids=ids, labels=ids).loss.backward()
+    assert counted == counter.get_total_flops()
