@@ -572,7 +572,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
-    from fsdptrain.report.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
+    from fsdptrain.report.status import Observer, is_run_folder, list_runs, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
     rundir = _opened_run(run_dir)
@@ -584,11 +584,11 @@ def status(
         else:
             show_runs(runs, rundir.root, page)
     elif as_json:
-        _print_json(observe(rundir).status())
+        _print_json(Observer(rundir).status())
     elif page.console.is_terminal and not page.console.is_dumb_terminal:
         watch(rundir, page.console)
     else:
-        page.say("\n".join(status_lines(observe(rundir).status())))
+        page.say("\n".join(status_lines(Observer(rundir).status())))
 
 
 @app.command(epilog="Example: fsdptrain report runs/shakespeare")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from fsdptrain.checkpoint.export_check import POLL_S, Comparison, Sample
+from fsdptrain.checkpoint.export_check import POLL_S, Sample, comparison
 from fsdptrain.checkpoint.export_tensors import Exported, publish
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
@@ -48,7 +48,7 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state, trained_state
 from fsdptrain.plan.plan import HubData, Plan, open_plan, varied
 from fsdptrain.run_folder.events import Progress, Reporter, progress_record, read_losses
-from fsdptrain.run_folder.files import openable
+from fsdptrain.run_folder.files import openable, shipped
 from fsdptrain.run_folder.ownership import (
     CARD,
     WEIGHTS,
@@ -63,8 +63,6 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable
-
-LICENCE = "TODO: choose a licence that those of the base model and the data allow, and add `license:` at the top."
 
 
 @dataclass(frozen=True)
@@ -122,14 +120,12 @@ def export_live(
     failure: Exception | None = None
     if writes:
         ways = what.ways() if sample else {}
-        with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
+        with comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as compare:
             try:
                 with output_lock(rundir.export):
                     origin = Origin(rundir, step, checkpointer.identity)
                     check_base = partial(check_unchanged, plan, stamps, checkpointer.identity)
-                    fields = _write(
-                        origin, what, tensors, rundir.export, reporter.progress, comparison, wait, check_base
-                    )
+                    fields = _write(origin, what, tensors, rundir.export, reporter.progress, compare, wait, check_base)
                 reporter.event("export", **fields)
             except (CheckpointError, RecipeError) as error:
                 failure = error
@@ -182,12 +178,12 @@ def export_checkpoint(
             check_frozen_files(plan, manifest.identity)
         # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be
         # on another machine.
-        compare = compare and plan.recipe.export.compare
-        ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
+        opens = compare and plan.recipe.export.compare
+        ways = {name: way for name, way in what.ways().items() if opens and not way.adapter}
         wait = partial(time.sleep, POLL_S)
         with (
             CheckpointReader(folder) as checkpoint,
-            Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
+            comparison(None, ways, what.runs_own_code, progress, wait) as check,
         ):
             state = trained_state(what.trained)
             tensors = (
@@ -195,7 +191,7 @@ def export_checkpoint(
                 for group in what.trained_groups
             )
             origin = Origin(rundir, manifest.step, manifest.identity)
-            fields = _write(origin, what, tensors, out, progress, comparison, wait)
+            fields = _write(origin, what, tensors, out, progress, check, wait)
     except (CheckpointError, OSError):
         _reject_removed(folder, plan)  # which may be the cause
         raise
@@ -257,7 +253,7 @@ def _write(
     tensors: Iterator[Tensors],
     out: Path,
     progress: Progress,
-    comparison: Comparison,
+    compare: Callable[[Path], dict[str, Any]],
     wait: Callable[[], None],
     check_base: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -268,19 +264,20 @@ def _write(
     rundir, is_recorded = origin.rundir, out == origin.rundir.export
     before = read_export_record(rundir).files if is_recorded else {}
     sums: dict[str, str] = {}
+    compared: dict[str, Any] = {}
 
     def fill(folder: Path) -> int:
         count = what.write(tensors, folder, progress, check_base)
         progress("computing the checksums of the export", 0, 0)
         sums.update(file_sums(folder, file_stamps(folder), wait))
         write_cards(folder, what, origin, sums, out, before)
-        comparison.check(folder)
+        compared.update(compare(folder))
         return count
 
     count, files, kept = publish(fill, out, what.needed_bytes, before)
     if is_recorded:
         write_export_record(rundir, origin.step, files, sums)
-    fields = {"step": origin.step, "path": str(out), "bytes": count, "dtype": what.dtype, **comparison.fields}
+    fields = {"step": origin.step, "path": str(out), "bytes": count, "dtype": what.dtype, **compared}
     if what.adapter:
         fields["adapter"] = what.adapter
     if kept:
@@ -339,60 +336,53 @@ def write_cards(folder: Path, what: Exported, origin: Origin, sums: dict[str, st
 
 
 def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool) -> ModelCard:
-    plan, recipe, newest = what.plan, what.plan.recipe, _newest(origin)
-    versions = {**plan.versions, "Python": sys.version.split()[0]}
-    weights = [name for name in sorted(sums) if any(Path(name).match(pattern) for pattern in WEIGHTS)]
-    digests = "".join(f"\n- `{name}` {sums[name]}" for name in weights)
+    from jinja2 import Environment, StrictUndefined
+
+    plan, recipe, newest, identity = what.plan, what.plan.recipe, _newest(origin), origin.identity
+    published = _published(recipe.model.id)
     metadata = ModelCardData(
-        base_model=_published(recipe.model.id),
-        base_model_relation=("adapter" if is_adapter else "finetune") if _published(recipe.model.id) else None,
+        base_model=published,
+        base_model_relation=("adapter" if is_adapter else "finetune") if published else None,
         datasets=[HubData.of(plan.data_path).name] if is_hub_data(plan.data_path) else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["fsdptrain", *([str(recipe.adapter.kind)] if recipe.adapter.kind else [])],
     )
-    parts = {
-        "How to load it": _loading(is_adapter, what.runs_own_code),
-        "Licence": LICENCE,
-        "Results": "\n".join(_results(origin.step, newest)),
-        "Data": "\n".join(_data(plan, origin.identity, newest)),
-        "Recipe": "```yaml\n" + "\n".join(_changed_keys(plan)) + "\n```",
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "Files": f"SHA-256 of the weights:\n{digests}",
-    }
-    text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
-    head = f"---\n{metadata.to_yaml()}\n---\n\n# {recipe.name}\n\n{_summary(what)}"
-    return ModelCard(printable(f"{head}\n\n{text}\n"))
+    versions = {**plan.versions, "Python": sys.version.split()[0]}
+    mtp = " Its layers for multi-token prediction are not trained." if announced_mtp(what.unsharded.config) else ""
+    paths = {"trained on": (plan.data_path, DATA_KEY), "held out": (plan.eval_path, HELD_OUT_KEY)}
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = environment.from_string(shipped("checkpoint", "card.md").read_text(encoding="utf-8")).render(
+        metadata=metadata.to_yaml(),
+        recipe=recipe,
+        base=published or Path(str(recipe.model.id)).name,
+        is_merged=what.adapter == "merged",
+        is_pretrained=plan.pretrained,
+        architecture=type(what.unsharded).__name__,
+        mtp=mtp,
+        is_adapter=is_adapter,
+        runs_own_code=what.runs_own_code,
+        step=origin.step,
+        newest=newest,
+        # Without the folders of this machine, and with the SHA-256 that a resume compares.
+        data=[
+            (name, [place if is_hub_data(place) else Path(place).name for place in places(path)], identity.get(key))
+            for name, (path, key) in paths.items()
+        ],
+        shares=shares_of(newest.get("start", {})),
+        fraction=recipe.data.eval["fraction"] if plan.eval_path is None and recipe.data.eval else None,
+        others={"tokenizer": identity.get(TOKENIZER_KEY), "weights of the base model": identity.get(BASE_KEY)},
+        keys=_changed_keys(plan),
+        versions=", ".join(f"{name} {version}" for name, version in versions.items()),
+        weights=[name for name in sorted(sums) if any(Path(name).match(pattern) for pattern in WEIGHTS)],
+        sums=sums,
+    )
+    return ModelCard(printable(text))
 
 
 def _published(name: str | None) -> str | None:
     """Return the name of a model on the Hub; None for a folder, which others do not have."""
     return None if name is None or Path(name).is_dir() else name
-
-
-def _summary(what: Exported) -> str:
-    recipe, model = what.plan.recipe, what.plan.recipe.model
-    base = f"`{_published(model.id) or Path(str(model.id)).name}`"
-    mtp = " Its layers for multi-token prediction are not trained." if announced_mtp(what.unsharded.config) else ""
-    adapter = recipe.adapter
-    if adapter.kind:
-        kind = "DoRA" if adapter.use_dora else {"lora": "LoRA", "qlora": "QLoRA"}[str(adapter.kind)]
-        whole = f", and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
-        merged = " merged into its weights" if what.adapter == "merged" else ""
-        size = f"rank {adapter.r}, alpha {adapter.alpha:g}"
-        return f"A {kind} adapter ({size}{whole}) for {base}{merged}, trained with fsdptrain.{mtp}"
-    if what.plan.pretrained:
-        return f"{base}, fine-tuned with fsdptrain.{mtp}"
-    return f"A language model ({type(what.unsharded).__name__}), trained from scratch with fsdptrain."
-
-
-def _loading(is_adapter: bool, runs_own_code: bool) -> str:
-    name = "AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM"
-    library, trust = "peft" if is_adapter else "transformers", ", trust_remote_code=True" if runs_own_code else ""
-    lines = [f"from {library} import {name}", "from transformers import AutoTokenizer", ""]
-    lines += [f'model = {name}.from_pretrained("THIS FOLDER"{trust})']
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER"{trust})']
-    return "\n".join(["```python", *lines, "```"])
 
 
 def _newest(origin: Origin) -> dict[str, Record]:
@@ -402,35 +392,6 @@ def _newest(origin: Origin) -> dict[str, Record]:
         if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= origin.step:
             newest[record["event"]] = record
     return newest
-
-
-def _results(step: int, newest: dict[str, Record]) -> Iterator[str]:
-    yield f"- {step:,} steps"
-    for kind, name in (("step", "training loss"), ("eval", "held-out loss")):
-        if found := newest.get(kind):
-            yield f"- {name} {found['loss']:.4f} (after step {found['step']:,})"
-
-
-def _data(plan: Plan, identity: dict[str, Any], newest: dict[str, Record]) -> Iterator[str]:
-    """Yield the data, without the folders of this machine, and the SHA-256 that a resume compares."""
-    paths = {"trained on": (plan.data_path, DATA_KEY), "held out": (plan.eval_path, HELD_OUT_KEY)}
-    for what, (path, key) in paths.items():
-        names = [place if is_hub_data(place) else Path(place).name for place in places(path)]
-        if names:
-            yield f"- {what}: {', '.join(f'`{name}`' for name in names)}{_digest(identity, key)}"
-    if "window" in newest:
-        yield "- read in windows of files: the SHA-256 of what was trained on is that of their types and sizes"
-    if shares := shares_of(newest.get("start", {})):
-        yield f"- shares of the tokens: {shares}"
-    if plan.eval_path is None and plan.recipe.data.eval:
-        yield f"- held out: {plan.recipe.data.eval['fraction']:g} of it"
-    for key, name in ((TOKENIZER_KEY, "tokenizer"), (BASE_KEY, "weights of the base model")):
-        if key in identity:
-            yield f"- {name}{_digest(identity, key)}"
-
-
-def _digest(identity: dict[str, Any], key: str) -> str:
-    return f" (SHA-256 {identity[key]})" if key in identity else ""
 
 
 def _changed_keys(plan: Plan) -> Iterator[str]:

@@ -7,11 +7,12 @@ before the export is written, because importing transformers takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Way:
     unquantised: list[str] | None = None
 
     def job(self, root: Path) -> dict[str, Any]:
-        """Return what `checkpoint.export_check` needs to open it."""
+        """Return the arguments of `open_model` or `open_adapter`, as JSON."""
         extra = {"unquantised": self.unquantised} if self.adapter else {}
         return {"folder": str(root / self.folder), "dtype": self.dtype, **extra}
 
@@ -116,52 +117,39 @@ def logits_from(child: Child, job: dict[str, Any], wait: Callable[[], None]) -> 
     raise CheckpointError(f"it cannot be opened in a fresh process: {cause}. {WAY_OUT}")
 
 
-class Comparison:
-    """The comparison of one export with the trained model; `fields` are its part of the event `export`."""
+@contextlib.contextmanager
+def comparison(
+    sample: Sample | None, ways: dict[str, Way], trust: bool, progress: Progress, wait: Callable[[], None]
+) -> Iterator[Callable[[Path], dict[str, Any]]]:
+    """Yield a function that compares a complete folder, and returns its part of the event `export`.
 
-    def __init__(
-        self, sample: Sample | None, ways: dict[str, Way], trust: bool, progress: Progress, wait: Callable[[], None]
-    ) -> None:
-        """Without `sample` the export is only opened, and without `ways` to do this not even that.
+    It raises CheckpointError if the folder cannot be opened, or computes something else. Without `sample` the export is
+    only opened, and without `ways` to do this not even that. `trust`: the model's own code may run. `wait` is called
+    while the other process works; it may raise.
+    """
+    child, obstacle = None, ""
+    needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
+    if needed > available:
+        obstacle = f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
+    elif ways:
+        try:
+            child = fresh_process()
+        except OSError as error:
+            obstacle = f"no process could be started: {error.strerror}"
 
-        `trust`: the model's own code may run. `wait` is called while the other process works; it may raise.
-        """
-        self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
-        self.fields: dict[str, Any] = {}
-        self._child = None
-        self._omission = "not_compared" if sample else "not_opened"  # the field that says why
-        needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
-        if needed > available:
-            obstacle = f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
-            self.fields[self._omission] = obstacle
-        elif ways:
-            try:
-                self._child = fresh_process()
-            except OSError as error:
-                self.fields[self._omission] = f"no process could be started: {error.strerror}"
-
-    def check(self, root: Path) -> None:
-        """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
-        if self._child is None:
-            return
-        sample = self._sample
-        self._progress("comparing the export with the trained model" if sample else "opening the export", 0, 0)
-        exports = {name: way.job(root) for name, way in self._ways.items()}
-        job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
-        answer = logits_from(self._child, job, self._wait)
+    def check(root: Path) -> dict[str, Any]:
+        answer: Tensors | str = obstacle
+        if child:
+            progress("comparing the export with the trained model" if sample else "opening the export", 0, 0)
+            exports = {name: way.job(root) for name, way in ways.items()}
+            job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": trust, "exports": exports}
+            answer = logits_from(child, job, wait)
         if isinstance(answer, str):
-            self.fields[self._omission] = answer
-        elif sample:
-            self.fields["compared"] = differences(sample, self._ways, answer)
-        else:
-            self.fields["opened"] = True
+            return {"not_compared" if sample else "not_opened": answer} if answer else {}
+        return {"compared": differences(sample, ways, answer)} if sample else {"opened": True}
 
-    def __enter__(self) -> Comparison:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._child:
-            self._child.close()
+    with child or contextlib.nullcontext():
+        yield check
 
 
 def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[dict[str, Any]]:
@@ -249,14 +237,6 @@ def _from_pretrained(name: str, revision: str | None = None, trust_remote_code: 
     return auto_class(AutoConfig.from_pretrained(name, **where)).from_pretrained(name, **where, **options)
 
 
-def open_export(export: dict[str, Any], **options: Any) -> Any:
-    """Return the model of an export that `Way.job` describes."""
-    folder, dtype = export["folder"], getattr(torch, export["dtype"])
-    if "unquantised" in export:
-        return open_adapter(folder, dtype, export["unquantised"], **options)
-    return open_model(folder, dtype, **options)
-
-
 def main() -> None:
     """Send the logits of every export of the job, as NAME.ROW."""
     send = answer_parent()
@@ -265,7 +245,9 @@ def main() -> None:
     job = next(records_of_parent())
     found: dict[str, torch.Tensor] = {}
     for name, export in job["exports"].items():
-        model = open_export(export, trust_remote_code=job["trust_remote_code"]).eval()
+        opened = open_adapter if "unquantised" in export else open_model
+        export["dtype"] = getattr(torch, export["dtype"])
+        model = opened(**export, trust_remote_code=job["trust_remote_code"]).eval()
         for number, row in enumerate(job["rows"]):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0]

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -22,7 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
-from fsdptrain.checkpoint.manifest import INDEX, WEIGHTS
+from fsdptrain.checkpoint.manifest import INDEX
 from fsdptrain.checkpoint.nodes import report_full_disk
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
@@ -106,9 +107,12 @@ class Exported:
 
         `check_base` is called before and after the files of `model.id` are read; it may raise.
         """
-        if self.adapter == "separate":
-            return write_adapter(folder, self.trained, collected(tensors, len(self.groups), progress), self.assets)
         adapter: Tensors = {}
+        if self.adapter == "separate":
+            for done, group in enumerate(tensors, 1):
+                adapter |= group
+                progress("export", done, len(self.groups))
+            return write_adapter(folder, self.trained, adapter, self.assets)
         if self.needs_base:
             check_base()
         if self.plan.freezes:
@@ -216,15 +220,6 @@ def merged_tensors(
         yield group
 
 
-def collected(tensors: Iterator[Tensors], groups: int, progress: Progress) -> Tensors:
-    """Return the tensors of all groups."""
-    found: Tensors = {}
-    for done, group in enumerate(tensors, 1):
-        found |= group
-        progress("export", done, groups)
-    return found
-
-
 def write_adapter(folder: Path, trained: Any, tensors: Tensors, assets: Path) -> int:
     """Write an adapter as peft does, with the tokenizer; check it, and return the bytes of its tensors."""
     from peft import PeftConfig
@@ -258,18 +253,20 @@ class SafetensorsWriter:
     def __init__(self, folder: Path, expected: Tensors) -> None:
         """Write the headers of the files. `expected` are the tensors to come, on the meta device, by name in a file."""
         self._wanted = shapes_and_dtypes(expected)
-        self._missing: dict[Path, set[str]] = {}  # the tensors of each file that are not written
+        files = split_state_dict_into_shards_factory(
+            expected,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_FILE_BYTES,
+        )
+        self._missing = {folder / file: set(names) for file, names in files.filename_to_tensors.items()}
         self._places: dict[str, tuple[Path, int]] = {}
-        files = _in_files(expected)
-        numbered = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-        for file, tensors in zip(numbered if len(files) > 1 else [WEIGHTS], files, strict=True):
-            path = folder / file
-            self._missing[path] = set(tensors)
-            self._places |= {name: (path, place) for name, place in _write_header(path, tensors).items()}
-        self.bytes = sum(tensor.nbytes for tensor in expected.values())
-        if len(files) > 1:
-            weight_map = {name: self._places[name][0].name for name in sorted(expected)}
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+        for path, names in self._missing.items():
+            places = _write_header(path, {name: expected[name] for name in names})
+            self._places |= {name: (path, place) for name, place in places.items()}
+        self.bytes = int(files.metadata["total_size"])
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": dict(sorted(files.tensor_to_filename.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def add(self, tensors: Tensors) -> None:
@@ -289,18 +286,6 @@ class SafetensorsWriter:
         """Raise CheckpointError if a tensor was not added."""
         if missing := set().union(*self._missing.values()):
             raise CheckpointError(f"{len(missing)} tensors are missing: {min(missing)}")
-
-
-def _in_files(tensors: Tensors) -> list[Tensors]:
-    files: list[Tensors] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
-    return files
 
 
 def _write_header(path: Path, tensors: Tensors) -> dict[str, int]:

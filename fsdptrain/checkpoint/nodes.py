@@ -15,7 +15,7 @@ from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, is_disk_full
 from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Counts, Plan
-from fsdptrain.run_folder.storage import URL
+from fsdptrain.run_folder.storage import URL, ObjectPath
 from fsdptrain.text import counted, size
 
 
@@ -35,7 +35,7 @@ def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
     storage, on_disk, held = rundir.storage, checkpoint, 0
-    if rundir.checkpoint_store is None:
+    if not isinstance(rundir.checkpoint_place, ObjectPath):
         on_disk = checkpoint * count
         held = sum(storage.size_of(step)[0] for step in storage.steps())
     return {

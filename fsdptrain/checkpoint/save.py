@@ -162,15 +162,14 @@ class Checkpointer:
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
             self._on_rank_zero(action, partial(self._prepare, step))
-            scratch = self._on_every_rank(action, partial(storage.staging, step))
+            scratch: Path = self._on_every_rank(action, partial(storage.staging, step))[self.world.rank]
             total = sum(self.world.gather_objects(sum(shard.local.nbytes for shard in staged.values())))
             with_disk_report = report_full_disk(scratch, total)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, total)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
             path = scratch / f"rank-{self.world.rank:05d}.safetensors"
             write = partial(write_shards, path, staged, read_back, partial(storage.deliver, step))
-            entry = self._on_every_rank(action, with_disk_report(write))
-            files = dict(filter(None, self.world.gather_objects(entry)))
+            files = dict(filter(None, self._on_every_rank(action, with_disk_report(write))))
             digest, ranks = self.plan.digest(), self.world.size
             manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, *engine)
             publish = partial(storage.publish, step, manifest.sealed())
@@ -188,17 +187,19 @@ class Checkpointer:
             self._folder.check()
         self.storage.prepare(step)
 
-    def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
-        return self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
+    def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> None:
+        self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
     def from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
-        result = [self._on_rank_zero(action, work)]
+        result: list[Any] = []
+        self._on_rank_zero(action, lambda: result.append(work()))
+        result = result or [None]
         dist.broadcast_object_list(result, src=0, group=self.world.side)
         return result[0]
 
-    def _on_every_rank(self, action: str, work: Callable[[], Any]) -> Any:
-        """Do the work on every rank; if it failed on any, raise the same CheckpointError, with its class, on all."""
+    def _on_every_rank(self, action: str, work: Callable[[], Any]) -> list[Any]:
+        """Do the work on every rank, and return all results; if it failed on any, raise as `raise_on_every_rank`."""
         result, failure = None, None
         try:
             result = work()
@@ -208,14 +209,18 @@ class Checkpointer:
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}"
             failure = kind(f"cannot {action}: rank {self.world.rank}: {text}")
-        self.raise_on_every_rank(failure)
-        return result
+        return self.raise_on_every_rank(failure, result)
 
-    def raise_on_every_rank(self, failure: Exception | None) -> None:
-        """Raise the same CheckpointError on every rank when any rank passes an error; collective."""
-        for found in self.world.gather_objects(failure):
-            if found is not None:
-                raise found if isinstance(found, CheckpointError) else CheckpointError(str(found))
+    def raise_on_every_rank(self, failure: Exception | None, result: Any = None) -> list[Any]:
+        """Raise the same CheckpointError on every rank when any passes an error, else return all results; collective.
+
+        Its class stays.
+        """
+        found = self.world.gather_objects((failure, result))
+        for error, _ in found:
+            if error is not None:
+                raise error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+        return [each for _, each in found]
 
     def restore_losses(self) -> None:
         """Read the held-out losses of earlier attempts from the records, and which steps are saved; collective."""
@@ -273,7 +278,7 @@ class Checkpointer:
                 # Every rank reads the headers of its share of the files, and opens those with its rows.
                 share = slice(self.world.rank, None, self.world.size)
                 found = self._on_every_rank(f"load {folder}", partial(find_pieces, folder, files, shards, share))
-                pieces = np.concatenate(self.world.gather_objects(found))
+                pieces = np.concatenate(found)
                 self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, files, shards, pieces))
                 self.skipped, self.loss_scale = manifest.skipped, manifest.loss_scale
                 return int(step)
@@ -294,8 +299,7 @@ class Checkpointer:
                 )
             return checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
 
-        found = self.world.gather_objects(self._on_every_rank(f"check {folder}", check))
-        return sorted({problem for of_rank in found for problem in of_rank})
+        return sorted({problem for of_rank in self._on_every_rank(f"check {folder}", check) for problem in of_rank})
 
 
 class Staging:

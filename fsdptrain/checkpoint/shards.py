@@ -143,18 +143,11 @@ def load_checkpoint(folder: Location, files: Sequence[str], shards: dict[str, Sh
     `pieces` are those of all files, as the ranks have found them. Of the files only those are opened that hold rows of
     these shards.
     """
-    pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]  # by tensor, then by row
-    bounds = np.searchsorted(pieces[:, 0], range(len(shards) + 1))
-    needed: set[int] = set()
-    for number, name in enumerate(sorted(shards)):
-        _, holders, starts, counts = pieces[bounds[number] : bounds[number + 1]].T
-        shard, ends = shards[name], starts + counts
-        if not len(holders):
-            raise missing(folder, name)
-        _reject_gaps(folder, name, shard.shape, starts.tolist(), ends.tolist())
-        overlap = (starts < shard.first + len(shard.local)) & (ends > shard.first)
-        needed.update(holders[overlap].tolist())
-    with CheckpointReader(folder, [files[number] for number in sorted(needed)]) as reader:
+    names, (tensor, file, start, count) = sorted(shards), pieces.T
+    first = np.array([shards[name].first for name in names])[tensor]
+    rows = np.array([len(shards[name].local) for name in names])[tensor]
+    needed = np.unique(file[(start < first + rows) & (start + count > first)])
+    with CheckpointReader(folder, [files[number] for number in needed]) as reader:
         for name, shard in shards.items():
             if len(shard.local):
                 reader.fill(name, shard)
@@ -164,11 +157,11 @@ class CheckpointReader:
     """A checkpoint open for reading: whole tensors or some of their rows, whichever ranks wrote them.
 
     Correct checksums prove that the files are as they were written, not that fsdptrain wrote them. So their metadata is
-    checked. Raises CheckpointError when the pieces are not complete tensors.
+    checked. Raises CheckpointError for a file that is none of a checkpoint.
     """
 
     def __init__(self, folder: Location, files: Iterable[str] | None = None) -> None:
-        """Open these files, whose pieces need not be complete tensors, or all."""
+        """Open these files, or all."""
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[tuple[int, Any]]] = {}  # name → [(first row, slice of an open file)]
@@ -179,12 +172,6 @@ class CheckpointReader:
                         self._add_file(stack.enter_context(open_tensors(folder / name)))
                 except (SafetensorError, *NOTHING_THERE, ValueError, RecursionError) as error:
                     raise CheckpointError(f"{folder / name} is not a checkpoint file: {error}") from None
-            for name, shape in self.shapes.items() if files is None else ():
-                spans = sorted(self.spans(name))
-                _reject_gaps(folder, name, shape, [first for first, _ in spans], [sum(span) for span in spans])
-                dtypes = {rows.get_dtype() for _, rows in self._pieces[name]}
-                if len(dtypes) > 1:
-                    raise CheckpointError(f"{folder}: {name!r} has several dtypes: {', '.join(sorted(dtypes))}")
             self._stack = stack.pop_all()
 
     def __enter__(self) -> CheckpointReader:
@@ -203,8 +190,9 @@ class CheckpointReader:
             if not is_list or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place):
                 raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
             (first, *shape), rows = place, opened.get_slice(name)
-            if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
-                raise ValueError(f"{name!r} has shape {rows.get_shape()}, its place says {reprlib.repr(shape)}")
+            found = rows.get_shape()
+            if not found or found[1:] != shape[1:] or first + found[0] > math.prod(shape[:1]):
+                raise ValueError(f"{name!r} has shape {found}, its place says {reprlib.repr(place)}")
             if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
                 raise ValueError(
                     f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
@@ -218,39 +206,39 @@ class CheckpointReader:
     def compare(self, name: str, shard: Shard) -> None:
         """Raise CheckpointError when a tensor is missing, or has another shape or dtype than a shard of the model."""
         if name not in self.shapes:
-            raise missing(self.folder, name)
+            raise CheckpointError(f"{self.folder}: {name}, which the model needs, is missing")
         if self.shapes[name] != shard.shape:
             raise CheckpointError(f"{self.folder}: {name} has shape {self.shapes[name]}, the model needs {shard.shape}")
         for dtype in {rows[:0].dtype for _, rows in self._pieces[name]} - {shard.local.dtype}:
             raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model needs {shard.local.dtype}")
 
     def fill(self, name: str, shard: Shard) -> None:
-        """Copy into a shard the rows in the files that overlap it; raises what `compare` raises."""
+        """Copy into a shard the rows in the files that overlap it; raises what `compare` raises.
+
+        Raises CheckpointError as well unless the files hold each of its rows once.
+        """
         self.compare(name, shard)
         wanted = range(shard.first, shard.first + len(shard.local))
-        for first, rows in self._pieces[name]:
+        done = wanted.start
+        for first, rows in sorted(self._pieces[name], key=lambda piece: piece[0]):
             begin, end = max(first, wanted.start), min(first + rows.get_shape()[0], wanted.stop)
-            if begin < end:
+            if begin < end and begin == done:
                 shard.local[begin - wanted.start : end - wanted.start].copy_(rows[begin - first : end - first])
+                done = end
+            elif begin < end:
+                break
+        if done < wanted.stop:
+            spans = listed(f"{first} to {first + count}" for first, count in sorted(self.spans(name)))
+            raise CheckpointError(
+                f"{self.folder}: {name!r} has {math.prod(shard.shape[:1])} rows, of which the model needs "
+                f"{wanted.start} to {wanted.stop}, the files hold {spans}"
+            )
 
     def whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor in host memory; raises CheckpointError unless it has the shape and dtype of `like`."""
         tensor = torch.empty_like(like, device="cpu")
         self.fill(name, shard_of(tensor))
         return tensor
-
-
-def missing(folder: Location, name: str) -> CheckpointError:
-    """Return the error for a tensor that no file of a checkpoint holds."""
-    return CheckpointError(f"{folder}: {name}, which the model needs, is missing")
-
-
-def _reject_gaps(folder: Location, name: str, shape: tuple[int, ...], starts: list[int], ends: list[int]) -> None:
-    """Raise CheckpointError unless pieces, in the order of their rows, cover a tensor without gap or overlap."""
-    row_count = math.prod(shape[:1])
-    if starts != [0, *ends[:-1]] or ends[-1] != row_count:
-        spans = listed(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
-        raise CheckpointError(f"{folder}: {name!r} has {row_count} rows, the files hold {spans}")
 
 
 def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:

@@ -91,7 +91,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         earlier = inspect_earlier_attempts(rundir, plan)
         if first and not earlier.finished:
             _check_places(plan, rundir)
-            place = rundir.checkpoint_folder or rundir.checkpoint_store
+            place = rundir.checkpoint_place
             if place and marked_run(place) != str(rundir.root):
                 with write_errors(f"checkpoint.path: cannot write to {place}"):
                     mark_checkpoints(place, str(rundir.root))
@@ -117,7 +117,8 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
 
 def _check_access(rundir: RunDir) -> None:
     """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
-    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    place = rundir.checkpoint_place
+    checkpoints = place if isinstance(place, Path) else rundir.checkpoints
     folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.trackers]
     folders += [rundir.export, checkpoints, *checkpoints.glob("step-*")]
     appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
@@ -156,8 +157,8 @@ def _check_places(plan: Plan, rundir: RunDir) -> None:
             raise RecipeError(
                 f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
             )
-    if rundir.checkpoint_folder:
-        _check_checkpoint_folder(rundir, rundir.checkpoint_folder)
+    if isinstance(place := rundir.checkpoint_place, Path):
+        _check_checkpoint_folder(rundir, place)
     _check_owner_of_checkpoints(plan, rundir)
     check_inputs(plan, rundir)
 
@@ -186,7 +187,7 @@ def _check_checkpoint_folder(rundir: RunDir, folder: Path) -> None:
 
 def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError unless the place in checkpoint.path is for this run: new, empty, or with its checkpoints."""
-    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    place = rundir.checkpoint_place
     if place is None:
         return
     with write_errors(f"checkpoint.path: cannot write to {place}"):

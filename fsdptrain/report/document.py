@@ -140,16 +140,10 @@ def facts(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     """Yield what a run is and was made with: name, value and remark."""
     start, plan, recipe = run.start, run.plan, run.recipe
     if plan:
-        yield (
-            "model",
-            str(recipe["model.id"] or f"{plan.recipe.model.config.get('model_type', 'model')}, from scratch"),
-            "",
-        )
-    yield (
-        "size",
-        f"{short(start['parameters'])} parameters",
-        f"{start['trainable']:,} trained" if "trainable" in start else "",
-    )
+        scratch = f"{plan.recipe.model.config.get('model_type', 'model')}, from scratch"
+        yield "model", recipe["model.id"] or scratch, ""
+    trained = f"{start['trainable']:,} trained" if "trainable" in start else ""
+    yield "size", f"{short(start['parameters'])} parameters", trained
     if path := recipe.get("data.path"):
         yield "data", yaml_text(path), ""
     if shares := shares_of(start):

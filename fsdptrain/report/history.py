@@ -12,7 +12,7 @@ from fsdptrain.config.keys import flat
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError, StorageError, Unreadable, first_line
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.report.status import UNKNOWN, observe
+from fsdptrain.report.status import UNKNOWN, Observer
 from fsdptrain.run_folder.files import NOTHING_THERE
 from fsdptrain.run_folder.records import Record, Tail, numbers_in, read_object, without_undone
 from fsdptrain.run_folder.rundir import RunDir
@@ -112,7 +112,7 @@ def read_run(rundir: RunDir) -> RunHistory:
     tail = Tail(rundir.metrics, from_end=False)
     records = [*tail.read()]
     try:
-        status = observe(rundir).status()
+        status = Observer(rundir).status()
         plan = open_plan(rundir.plan) if records else None
     except (RecipeError, StorageError) as error:
         if not records:

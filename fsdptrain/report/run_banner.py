@@ -138,18 +138,19 @@ def next_steps(plan: Plan, words: Sequence[str]) -> str:
     if export.is_dir():
         lines += ["try it in Python:", *_snippet(plan, export)]
     else:
-        lines += [_line("export", ["fsdptrain", "export", _shown(rundir.root)])]
+        lines += [_line("export", ["fsdptrain", "export", short_path(rundir.root)])]
     return "\n".join(lines)
 
 
 def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
-    rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
+    rundir, recipe, folder = plan.rundir, plan.recipe, short_path(plan.rundir.export)
     for name in recipe.log.chosen_trackers:
         if shown_by := TrackerState.read(rundir, name).shown_by:
             *command, last = shown_by
-            yield _line("curves", [*command, _shown(Path(last)) if last.startswith("/") else last])
+            yield _line("curves", [*command, short_path(Path(last)) if last.startswith("/") else last])
     if rundir.profiles.is_dir():
-        yield f"profile {_shown(rundir.profiles)} (traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz)"
+        files = "traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz"
+        yield f"profile {short_path(rundir.profiles)} ({files})"
     if rundir.export.is_dir():
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
@@ -163,7 +164,7 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     yield _line("longer", [*without(LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
-        again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{_shown(rundir.root)}-2"}
+        again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{short_path(rundir.root)}-2"}
         yield _line("more", [*without(again), *(f"{key}={value}" for key, value in again.items())])
 
 
@@ -184,7 +185,7 @@ def _serve(plan: Plan, folder: str) -> list[str]:
         return []
     rank = ["--max-lora-rank", str(adapter.r)] if adapter.r > VLLM_RANK else []
     modules = ["--enable-lora", "--lora-modules", f"{plan.recipe.name}={folder}"]
-    return ["vllm", "serve", _shown(Path(plan.recipe.model.id)), *modules, *rank]
+    return ["vllm", "serve", short_path(Path(plan.recipe.model.id)), *modules, *rank]
 
 
 def _snippet(plan: Plan, export: Path) -> list[str]:
@@ -214,11 +215,6 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
 
 def _is_adapter(export: Path) -> bool:
     return (export / ADAPTER_CONFIG).is_file()
-
-
-def _shown(path: Path) -> str:
-    """Return a path, or the name of a model on the Hub, as a command takes it in the working folder."""
-    return short_path(path) if path.is_absolute() else str(path)
 
 
 def _line(label: str, words: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from fsdptrain.failures.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.processes import STOP_SIGNAL, Interrupted
 from fsdptrain.report.trackers import TrackerState
+from fsdptrain.run_folder.files import NOTHING_THERE
 from fsdptrain.run_folder.ownership import is_marked, read_export_record
 from fsdptrain.run_folder.records import Record, RunState, Tail, by_loss, waits_for_slow_ranks, without_better
 from fsdptrain.run_folder.rundir import RunDir
@@ -50,14 +51,30 @@ UNKNOWN: dict[str, Any] = {
 ENDED = ("finished", "stopped", "failed", "killed")
 
 
-class NotStartedRun:
-    """A folder that `submit` has prepared: no attempt has started in it."""
+class Observer:
+    """Follows a run: `status` reads what is new in its folder, and returns what is known."""
+
+    plan: Plan  # from the first attempt on
+    _run: RunState
 
     def __init__(self, rundir: RunDir) -> None:
+        """Raise RecipeError unless the folder has a plan that this version can read, or `submit` has prepared it."""
         self.rundir = rundir
+        self._tails = [Tail(path, from_end=False) for path in (rundir.metrics, rundir.progress)]
+        self._has_started = self._open()
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of `Observer.status`, of which most are None."""
+    def _open(self) -> bool:
+        if is_marked(self.rundir.root) and not os.path.lexists(self.rundir.plan):
+            return False
+        try:
+            self.plan = open_plan(self.rundir.plan)
+        except NOTHING_THERE:
+            raise RecipeError(f"{self.rundir.root} is not a run folder: it has no plan.json") from None
+        self._run = RunState(self.plan.topology.is_elastic)
+        self._last = self._run.newest
+        return True
+
+    def _not_started(self) -> dict[str, Any]:
         logs = [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]
         why = "its job may be in the queue of a scheduler"
         if logs:
@@ -65,23 +82,11 @@ class NotStartedRun:
         why = f"no attempt has started yet; {why}"
         return UNKNOWN | {"state": "waiting", "why": why, "run_dir": str(self.rundir.root)}
 
-
-class Observer:
-    """Follows a run: `status` reads what is new in its folder, and returns what is known."""
-
-    def __init__(self, rundir: RunDir) -> None:
-        """Raise RecipeError if the folder has no plan that this version can read."""
-        self.rundir = rundir
-        try:
-            self.plan = open_plan(rundir.plan)
-        except (FileNotFoundError, NotADirectoryError):
-            raise RecipeError(f"{rundir.root} is not a run folder: it has no plan.json") from None
-        self._tails = [Tail(path, from_end=False) for path in (rundir.metrics, rundir.progress)]
-        self._run = RunState(self.plan.topology.is_elastic)
-        self._last = self._run.newest
-
     def status(self) -> dict[str, Any]:
         """Return the state of the run, why it is in this state, and how far it is; times are in seconds."""
+        self._has_started = self._has_started or self._open()
+        if not self._has_started:
+            return self._not_started()
         for tail in self._tails:
             for record in tail.read():
                 self._run.add(record)
@@ -256,13 +261,6 @@ class Observer:
         return {name: found[name] for name in ("step", "rank", "cause", "cost")}
 
 
-def observe(rundir: RunDir) -> Observer | NotStartedRun:
-    """Return what follows the run in a folder; raise RecipeError if it is no run folder, or of another version."""
-    if is_marked(rundir.root) and not os.path.lexists(rundir.plan):
-        return NotStartedRun(rundir)
-    return Observer(rundir)
-
-
 def is_run_folder(folder: Path) -> bool:
     """Return whether a folder has the mark or the plan of a run."""
     return is_marked(folder) or os.path.lexists(folder / "plan.json")
@@ -288,7 +286,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in runs_below(folder):
         try:
-            found.append(observe(RunDir.open(path)).status())
+            found.append(Observer(RunDir.open(path)).status())
         except (RecipeError, StorageError) as error:
             if is_marked(path):  # else plan.json is of another program
                 found.append(UNKNOWN | {"state": "unreadable", "why": first_line(error), "run_dir": str(path)})
@@ -331,11 +329,9 @@ def watch(rundir: RunDir, console: Console) -> None:
 
     Raises RecipeError if it is no run folder, or of another version.
     """
-    bar, text, observer = LiveLine(), Text(), observe(rundir)
+    bar, text, observer = LiveLine(), Text(), Observer(rundir)
     with contextlib.suppress(Interrupted), Live(Group(text, bar), console=console, auto_refresh=False) as display:
         while True:
-            if isinstance(observer, NotStartedRun):
-                observer = observe(rundir)
             status = observer.status()
             ended = status["state"] in ENDED
             text.plain = wrapped("\n".join(status_lines(status)), console.width)

@@ -164,16 +164,13 @@ class TensorBoard(Tracker):
     def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Write one event with all values."""
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary import text_pb
 
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()])
         for tag, text in texts.items():
-            tensor = TensorProto(dtype=DT_STRING, string_val=[_as_markdown(text).encode()], tensor_shape={})
-            values.append(Summary.Value(tag=tag, metadata=metadata, tensor=tensor))
-        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+            summary.MergeFrom(text_pb(tag, _as_markdown(text)))
+        self._writer.add_event(Event(wall_time=at, step=step, summary=summary))
         self._writer.flush()  # a thread writes; `close` does not raise what failed there
 
     def rewind(self, last: int) -> bool:

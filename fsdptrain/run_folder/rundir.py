@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there
 from fsdptrain.run_folder.records import read_object
-from fsdptrain.run_folder.storage import URL, CheckpointStorage, ObjectPath, object_path, open_storage
+from fsdptrain.run_folder.storage import URL, CheckpointStorage, Location, object_path, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 ATTEMPT = re.compile(r"[0-9]{4,9}")  # the name of an attempt's folder
@@ -108,19 +108,14 @@ class RunDir:
         return self.hangs(attempt) / f"collectives-rank-{rank}.json"
 
     @property
-    def checkpoint_folder(self) -> Path | None:
-        """The local folder of the checkpoints, if it is not the one in this folder."""
-        if self.checkpoint_path is None or URL.fullmatch(self.checkpoint_path):
+    def checkpoint_place(self) -> Location | None:
+        """The place of the checkpoints, if it is not in this folder: a local folder, or one in an object store."""
+        if self.checkpoint_path is None:
             return None
+        if URL.fullmatch(self.checkpoint_path):
+            return object_path(self.checkpoint_path)
         folder = Path(self.checkpoint_path)
         return None if folder == self.checkpoints else folder
-
-    @property
-    def checkpoint_store(self) -> ObjectPath | None:
-        """The place of the checkpoints, if it is in an object store."""
-        if self.checkpoint_path is None or not URL.fullmatch(self.checkpoint_path):
-            return None
-        return object_path(self.checkpoint_path)
 
     @cached_property
     def storage(self) -> CheckpointStorage:

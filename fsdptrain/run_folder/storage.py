@@ -149,8 +149,6 @@ class ObjectPath:
         try:
             with store_errors(self):
                 self.fs.pipe_file(self.key, content, mode="create")
-        except FileExistsError:
-            return False
         except StorageError:  # libraries of stores have classes of their own for an object that exists
             with store_errors(self):
                 if not self.fs.exists(self.key):

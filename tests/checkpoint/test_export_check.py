@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdptrain import processes
 from fsdptrain.checkpoint import export_check
 from fsdptrain.checkpoint.export_check import (
-    Comparison,
     Sample,
     Way,
+    comparison,
     differences,
     fresh_process,
     logits_from,
@@ -58,6 +59,14 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
 
 def way(folder: str, **changes: Any) -> Way:
     return Way(**{"folder": folder, "dtype": "float32", "memory": 0, "rounded_to": "float32"} | changes)
+
+
+def compared(
+    root: Path, sample: Sample | None = None, wait: Callable[[], None] = lambda: None, **changes: Any
+) -> dict[str, Any]:
+    """Return the fields of the event after the export `merged` was opened."""
+    with comparison(sample, {"merged": way("merged", **changes)}, False, lambda *_: None, wait) as compare:
+        return compare(root)
 
 
 def test_a_fresh_process_computes_what_was_trained_or_the_export_fails(exports: tuple[Path, Sample]) -> None:
@@ -123,39 +132,32 @@ def test_an_export_that_cannot_be_opened_fails(
     path = tmp_path / "merged" / "model.safetensors"
     save_file({n: t for n, t in load_file(path).items() if "layers.2.mlp.up" not in n}, path, {"format": "pt"})
     with pytest.raises(ValueError, match=r"not every weight was found: .*layers\.2\.mlp\.up_proj"):
-        export_check.open_export(way("merged").job(tmp_path))
+        export_check.open_model(str(tmp_path / "merged"), torch.float32)
     # What the process prints last is the error of the run, unless it is one of this machine.
     script = "import sys; sys.stdin.readline(); sys.exit('warning\\n\\nValueError: not every weight was found')"
     monkeypatch.setattr(processes, "child_command", lambda module: [sys.executable, "-c", script])
-    with (
-        Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison,
-        pytest.raises(CheckpointError, match="cannot be opened in a fresh process: ValueError: not every weight was f"),
-    ):
-        comparison.check(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be opened in a fresh process: ValueError: not every weight was"):
+        compared(tmp_path)
     script = "import sys; sys.stdin.readline(); sys.exit('RuntimeError: DefaultCPUAllocator: not enough memory')"
-    with Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
-        comparison.check(tmp_path)
-    assert "not enough memory" in comparison.fields["not_opened"]
+    assert "not enough memory" in compared(tmp_path)["not_opened"]
 
 
-def test_a_stop_ends_the_other_process(exports: tuple[Path, Sample]) -> None:
+def test_a_stop_ends_the_other_process(exports: tuple[Path, Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:
         raise Stopped("stopped while exporting")
 
-    with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, stop) as comparison:
-        with pytest.raises(Stopped):
-            comparison.check(exports[0])
-        assert comparison._child and comparison._child.code == -9
+    started, children = export_check.fresh_process, []
+    monkeypatch.setattr(export_check, "fresh_process", lambda: children.append(started()) or children[-1])
+    with pytest.raises(Stopped):
+        compared(exports[0], exports[1], wait=stop)
+    assert children[0].code == -9
 
 
 def test_what_does_not_fit_or_takes_too_long_is_not_compared(
     exports: tuple[Path, Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    huge = {"merged": way("merged", memory=10**15)}
-    with Comparison(exports[1], huge, False, lambda *_: None, lambda: None) as comparison:
-        comparison.check(exports[0])
-        assert comparison.fields["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
+    root, sample = exports
+    why = compared(root, sample, memory=10**15)["not_compared"]
+    assert why.startswith("opening it needs 909.5 TiB of host memory, of which ")
     monkeypatch.setattr(export_check, "LONGEST_S", 0.0)
-    with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
-        comparison.check(exports[0])
-    assert comparison.fields == {"not_compared": "opening it took more than 0:00"}
+    assert compared(root, sample) == {"not_compared": "opening it took more than 0:00"}

@@ -17,7 +17,7 @@ from histories.client import Ended, state_of
 
 from fsdptrain.checkpoint.manifest import survey
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.report.status import observe
+from fsdptrain.report.status import Observer
 from fsdptrain.run_folder.events import read_history
 from fsdptrain.run_folder.rundir import RunDir
 
@@ -166,7 +166,7 @@ def check_answers(folder: Path) -> dict[str, Any]:
     """Ask status and verify, which answer or refuse with one message; return the facts of status."""
     rundir, facts = RunDir.open(folder), {}
     with contextlib.suppress(FsdptrainError, OSError):
-        facts = observe(rundir).status()
+        facts = Observer(rundir).status()
         json.dumps(facts)
     with contextlib.suppress(FsdptrainError, OSError):
         survey(rundir)

@@ -21,7 +21,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.report.status import Observer, is_locked, list_runs, observe, show_runs, status_lines
+from fsdptrain.report.status import Observer, is_locked, list_runs, show_runs, status_lines
 from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.events import progress_record, record_error, record_restart
 from fsdptrain.run_folder.ownership import write_mark
@@ -58,7 +58,7 @@ class Written:
             self.event("step", ago_s, step=number, **STEP)
 
     def status(self) -> dict[str, Any]:
-        return observe(self.rundir).status()
+        return Observer(self.rundir).status()
 
     def shown(self) -> str:
         page = Page(Console(file=io.StringIO()))
@@ -67,7 +67,7 @@ class Written:
 
 
 def test_a_run_whose_lock_is_held_here_is_running(tmp_path: Path) -> None:
-    run = Written(tmp_path)
+    run = Written(tmp_path, log__trackers=["tensorboard"])
     run.start()
     run.steps(10, ago_s=400)
     run.event("save", step=8, path="/x/step-00000008", bytes=1, seconds=0.1)
@@ -84,6 +84,10 @@ def test_a_run_whose_lock_is_held_here_is_running(tmp_path: Path) -> None:
     assert "step   10 of 100 · loss 5.5000 · 1,024 tok/s · 2.00 s a step · ETA 3:00\n" in text
     assert "saved  step 8, 0:0" in text and " ago; 2 steps since\n" in text
     assert "slow   rank 1: all others wait for its input, about 25% of each step (at step 10)\n" in text
+    assert status["trackers"] == {} and "curves" not in text
+    run.rundir.trackers.mkdir()
+    TrackerState("a", ["tensorboard", "--logdir", "/my runs/tensorboard"]).write(run.rundir, "tensorboard")
+    assert "\ncurves tensorboard --logdir '/my runs/tensorboard'\n" in run.shown()
 
 
 @pytest.mark.parametrize(("ago_s", "state"), [(5, "running"), (500, "silent")])
@@ -212,7 +216,7 @@ def test_a_run_that_is_started_again_after_a_hang_is_not_hung(tmp_path: Path) ->
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json"):
-        observe(RunDir(tmp_path))
+        Observer(RunDir(tmp_path))
     with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json, and there is no run below it"):
         list_runs(tmp_path)
     for name in (__file__, tmp_path / "missing"):
@@ -220,16 +224,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
             list_runs(Path(name))
     (tmp_path / "plan.json").write_text('{"version": 0}')
     with pytest.raises(RecipeError, match=r"plan.json is not a plan of this version"):
-        observe(RunDir(tmp_path))
-
-
-def test_what_shows_the_curves_of_a_run_is_said(tmp_path: Path) -> None:
-    run = Written(tmp_path, log__trackers=["tensorboard"])
-    run.start()
-    assert run.status()["trackers"] == {} and "curves" not in run.shown()
-    run.rundir.trackers.mkdir()
-    TrackerState("a", ["tensorboard", "--logdir", "/my runs/tensorboard"]).write(run.rundir, "tensorboard")
-    assert "\ncurves tensorboard --logdir '/my runs/tensorboard'\n" in run.shown()
+        Observer(RunDir(tmp_path))
 
 
 def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:
@@ -280,14 +275,14 @@ def test_the_runs_below_a_folder(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 40 and all(name in lines for name in names)
 
 
-def test_a_run_whose_job_is_in_a_queue_is_shown_when_it_starts(tmp_path: Path) -> None:
+def test_a_run_whose_job_is_in_a_queue_is_watched_until_it_ends(tmp_path: Path) -> None:
     run = Written(tmp_path)
     run.start(total=3)
-    started, plan = observe(run.rundir).status(), run.rundir.plan.rename(tmp_path / "plan.json")
+    started, plan = Observer(run.rundir).status(), run.rundir.plan.rename(tmp_path / "plan.json")
     write_mark(run.rundir.root)  # as `submit` leaves the folder
     log = run.rundir.logs / "slurm-7.log"
     log.touch()
-    status = observe(run.rundir).status()
+    status = Observer(run.rundir).status()
     assert (status["state"], status["step"], status["total_steps"]) == ("waiting", 0, None)
     assert list(status) == list(started) and json.loads(json.dumps(status)) == status
     assert "queue" in status["why"] and "slurm-7.log" not in status["why"]
@@ -297,43 +292,24 @@ def test_a_run_whose_job_is_in_a_queue_is_shown_when_it_starts(tmp_path: Path) -
         log.write_text("refused\n")
         terminal.wait_for("slurm-7.log")
         plan.rename(run.rundir.plan)
-        run.steps(3)
+        with FileLock(run.rundir.mark):
+            for step in (1, 2):  # what is written meanwhile is shown
+                run.steps(step, first=step)
+                terminal.wait_for(f"step   {step} of 3")
+        run.steps(3, first=3)
         run.event("export", path="/x/export")
         terminal.wait_for("run: finished; all 3 steps are trained")
         assert terminal.process.wait(10) == 0
-
-
-def test_records_that_are_written_meanwhile_are_read_once(tmp_path: Path) -> None:
-    run = Written(tmp_path)
-    run.start()
-    observer = observe(run.rundir)
-    assert isinstance(observer, Observer)
-    run.steps(3)
-    assert [observer.status()["step"] for _ in range(2)] == [3, 3]
-    run.steps(5, first=4)
-    assert observer.status()["step"] == 5 and len(observer._run.step_times) == 5
-
-
-def test_a_watched_run_is_shown_until_it_ends(tmp_path: Path) -> None:
-    run = Written(tmp_path)
-    run.start(total=6)
-    run.steps(3)
-    with FileLock(run.rundir.mark), Terminal("status", run.rundir.root, columns=60) as terminal:
-        terminal.wait_for("step   3 of 6")
-        run.steps(5, first=4)
-        terminal.wait_for("step   5 of 6")
-        run.steps(6, first=6)
-        run.event("export", path="/x/export")
-        terminal.wait_for("finished; all 6 steps are trained")
-        assert terminal.process.wait(10) == 0
     done = fsdptrain("status", run.rundir.root, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["state"] == "finished"
-    assert not [*run.rundir.logs.iterdir()]  # nothing was written
+    assert [*run.rundir.logs.iterdir()] == [log]  # nothing was written
+
+
+ELASTIC: dict[str, Any] = {"nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
 
 
 def test_the_nodes_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
-    launch = {"nnodes": "1:4", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
-    run = Written(tmp_path, nodes=4, least=1, launch=launch, train__global_batch_size=24)
+    run = Written(tmp_path, nodes=4, least=1, launch=ELASTIC | {"nnodes": "1:4"}, train__global_batch_size=24)
     for nodes in (4, 2):
         run.event("start", 500.0, total_steps=100, host="elsewhere", world_size=2 * nodes)
     run.steps(12)
@@ -345,20 +321,17 @@ def lost(run: Written, rank: int | None, ago_s: float, kind: str = "WorkerLost")
     run.event("error", ago_s, type=kind, message=f"of rank {rank}", **({} if rank is None else {"rank": rank}))
 
 
-def test_an_elastic_run_that_lost_a_node_goes_on_until_a_launcher_gives_up(tmp_path: Path) -> None:
-    launch = {"nnodes": "1:2", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
-    run = Written(tmp_path, nodes=2, least=1, launch=launch)
+def test_a_run_that_lost_ranks_goes_on_if_it_is_elastic_or_failed_for_the_cause(tmp_path: Path) -> None:
+    run = Written(tmp_path, nodes=2, least=1, launch=ELASTIC | {"nnodes": "1:2"})
     run.event("start", 9.0, total_steps=100, host="elsewhere", world_size=4)
     run.steps(3)
     lost(run, 0, 2)
     lost(run, 1, 1)
     assert run.status()["state"] == "running" and "the other nodes meet again" in run.status()["why"]
-    lost(run, None, 0)
+    lost(run, None, 0)  # a launcher gives up
     assert (run.status()["state"], run.status()["why"]) == ("failed", "of rank None")
-
-
-def test_a_step_after_the_cause_does_not_hide_it(tmp_path: Path) -> None:
-    run = Written(tmp_path, nodes=2)
+    (tmp_path / "fixed").mkdir()
+    run = Written(tmp_path / "fixed", nodes=2)
     run.start(host="elsewhere", ago_s=9)
     lost(run, 3, 3, "DataError")
     run.steps(3)  # on a GPU rank 0 reads its steps one late

@@ -199,10 +199,10 @@ def test_numbers_in_objects_and_texts_of_prompts_are_passed_on(tmp_path: Path, f
         reporter.event("eval", **sample("eval", step=1, **fields, **texts))
     follow(rundir, "wandb")
     (row,) = [call["values"] for call in calls(fakes, "wandb", "log")]
-    assert {name for name in row if "/" in name} == {
-        "eval/loss", "eval/tokens", "eval/losses/web", "eval/losses/code", "eval/1", "eval/2",
+    assert {name: value for name, value in row.items() if "/" in name} == {
+        "eval/loss": 1, "eval/tokens": 1, "eval/losses/web": 1.5, "eval/losses/code": 2.5, "eval/1": "Who?\n\nMe.",
+        "eval/2": "Why?\n\nBecause.",
     }  # fmt: skip
-    assert (row["eval/losses/code"], row["eval/2"]) == (2.5, "Why?\n\nBecause.")
 
 
 NO_STATE = '{"id": "a", "shown_by": [], "offset": 5, "newest": {"step": "2"}}'
@@ -323,21 +323,22 @@ def test_the_libraries_themselves_get_all_where_they_are_installed(
     assert found == [(1, 31.0), (2, 32.0), (3, 33.0), (4, 44.0)]
 
 
-def problems(text: str, folder: Path, *overrides: str) -> str:
-    """Return the message with which a recipe is refused; empty if it is not."""
-    (folder / "data.txt").touch()
-    recipe = f"data: {{path: {folder}/data.txt}}\nmodel: {{id: a/b}}\n{text}"
-    try:
-        parse(recipe, "recipe.yaml", folder, list(overrides))
-    except RecipeError as error:
-        return str(error)
-    return ""
-
-
-def test_recipes_with_trackers_that_cannot_work_are_refused(tmp_path: Path, fakes: Path) -> None:
-    assert problems("log: {trackers: [wandb], project: p}", tmp_path) == ""
-    assert "a list of tensorboard, wandb, mlflow, trackio" in problems("log: {trackers: [comet]}", tmp_path)
-    assert "is short for log.trackers" in problems("log: {trackers: [wandb], tensorboard: false}", tmp_path)
-    assert problems("log: {tensorboard: true}", tmp_path, "log.trackers=[wandb]") == ""
-    assert "has no effect without wandb" in problems("log: {project: p}", tmp_path)
-    assert "an environment variable of the library" in problems("log: {wandb_entity: me}", tmp_path)
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize(
+    ("log", "overrides", "words"),
+    [
+        ("{trackers: [wandb], project: p}", [], ""),
+        ("{tensorboard: true}", ["log.trackers=[wandb]"], ""),
+        ("{trackers: [comet]}", [], "a list of tensorboard, wandb, mlflow, trackio"),
+        ("{trackers: [wandb], tensorboard: false}", [], "is short for log.trackers"),
+        ("{project: p}", [], "has no effect without wandb"),
+        ("{wandb_entity: me}", [], "an environment variable of the library"),
+    ],
+)
+def test_recipes_with_trackers_that_cannot_work_are_refused(
+    log: str, overrides: list[str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data.txt").touch()
+    recipe = f"data: {{path: {tmp_path}/data.txt}}\nmodel: {{id: a/b}}\nlog: {log}\n"
+    with pytest.raises(RecipeError, match=words) if words else contextlib.nullcontext():
+        parse(recipe, "recipe.yaml", tmp_path, overrides)

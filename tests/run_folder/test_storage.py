@@ -50,7 +50,7 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder import storage as storage_module
 from fsdptrain.run_folder.ownership import marked_run
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.run_folder.storage import MANIFEST_NAME, CheckpointStorage, Location, checkpoint_name
+from fsdptrain.run_folder.storage import MANIFEST_NAME, CheckpointStorage, Location, ObjectPath, checkpoint_name
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +191,10 @@ def test_ranks_share_the_headers_and_open_only_files_with_their_rows(
         load_checkpoint(folder, files, made, pieces)
         assert all(torch.equal(made[name].local, shards[name].local) for name in shards)
     assert len(opened) == 2 * world
-    for others in (pieces[1:], np.concatenate([pieces, pieces[:1]])):
-        with pytest.raises(CheckpointError, match="has 8 rows, the files hold "):
-            load_checkpoint(folder, files, wanted[0], others)
+    with pytest.raises(CheckpointError, match="has 8 rows, of which the model needs 0 to 8, the files hold 2 to 4, "):
+        load_checkpoint(folder, files, shards_of_rank(0, 1), pieces[pieces[:, 1] > 0])
     with pytest.raises(CheckpointError, match="which the model needs, is missing"):
-        load_checkpoint(folder, files, wanted[0], pieces[pieces[:, 0] > 0])
+        load_checkpoint(folder, files, wanted[0], pieces[pieces[:, 1] > 0])
 
 
 def test_only_the_rows_asked_for_are_read(remote: RunDir, server: ObjectStore, tmp_path: Path) -> None:
@@ -219,12 +218,11 @@ def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
     save(remote.storage, 2)
     path, draw = remote.checkpoint(2) / "rank-00001.safetensors", random.Random(1)
     good = path.read(0, path.stat().st_size)
-    for _ in range(3):
-        bad = bytearray(good)
-        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        path.fs.pipe_file(path.key, bytes(bad))
-        assert checkpoint_problems(path.parent) == [f"{path} is damaged: its checksum differs from the manifest's"]
-        assert survey(remote)["resume"] == 1
+    bad = bytearray(good)
+    bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+    path.fs.pipe_file(path.key, bytes(bad))
+    assert checkpoint_problems(path.parent) == [f"{path} is damaged: its checksum differs from the manifest's"]
+    assert survey(remote)["resume"] == 1
     path.fs.rm_file(path.key)
     assert checkpoint_problems(path.parent) == [f"{path} is missing"]
     with (
@@ -273,24 +271,15 @@ def test_a_store_that_refuses_is_an_error_and_no_checkpoint_is_called_damaged(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("answer", [INTERNAL, SLOW_DOWN], ids=["500", "503"])
-def test_one_refusal_is_tried_again(answer: Any, remote: RunDir, server: ObjectStore) -> None:
+def test_one_refusal_is_tried_again_and_a_slow_answer_is_waited_for(
+    answer: Any, remote: RunDir, server: ObjectStore
+) -> None:
     with server.times(1, answer, "PUT"):
         save(remote.storage, 1)
     with server.times(1, answer, "GET"):
         assert remote.storage.steps() == [1]
-    assert checkpoint_problems(remote.checkpoint(1)) == []
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_slow_store_takes_longer_and_nothing_else(remote: RunDir, server: ObjectStore) -> None:
     with server.slow(0.2):  # each answer; 0.5 s are none
-        save(remote.storage, 1)
-        assert remote.storage.steps() == [1]
-    assert checkpoint_problems(remote.checkpoint(1)) == []
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_store_without_an_answer_is_an_error_after_some_tries(remote: RunDir, server: ObjectStore) -> None:
+        assert checkpoint_problems(remote.checkpoint(1)) == []
     with server.slow(1.2), pytest.raises(StorageError, match="the store does not answer"):
         remote.storage.steps()
     assert len(server.requests) <= 10
@@ -302,24 +291,14 @@ def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, s
         run.storage.remove_leftovers()
 
 
-def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tmp_path: Path) -> None:
-    def plan_with(**keys: Any) -> Plan:
-        keys = {f"checkpoint__{key}": value for key, value in keys.items()}
-        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
-
-    earlier = plan_with()
-    for step, folder in ((2, earlier.rundir.checkpoints), (1, tmp_path / "elsewhere")):
+def test_the_newest_of_two_places_is_continued(tmp_path: Path) -> None:
+    earlier = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 2))
+    other = make_plan(load(write_recipe(tmp_path, checkpoint__path=str(tmp_path / "other"))), Topology("cpu", 1, 2))
+    for step, folder in ((2, earlier.rundir.checkpoints), (1, tmp_path / "other")):
         (folder / checkpoint_name(step)).mkdir(parents=True)
     earlier.rundir.plan.write_text(earlier.to_json())
-    with pytest.raises(RecipeError, match=r"up to step 2, and those in .*elsewhere end at step 1"):
-        inspect_earlier_attempts(plan_with(path=str(tmp_path / "elsewhere")).rundir, earlier)
-    fresh = plan_with(path=str(tmp_path / "elsewhere"), resume="never")
-    shutil.rmtree(earlier.rundir.root)
-    with (
-        pytest.raises(RecipeError, match="holds the checkpoints of another run"),
-        claim_run_dir(fresh, "", fresh=False),
-    ):
-        pass
+    with pytest.raises(RecipeError, match=r"up to step 2, and those in .*other end at step 1"):
+        inspect_earlier_attempts(other.rundir, earlier)
 
 
 def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: Path, server: ObjectStore) -> None:
@@ -336,8 +315,8 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
     with claim() as found:
         assert found.step == 0
     first = plan("a", 3e-4)
-    store, storage = first.rundir.checkpoint_store, first.rundir.storage
-    assert store and marked_run(store) == str(tmp_path / "a")
+    store, storage = first.rundir.checkpoint_place, first.rundir.storage
+    assert isinstance(store, ObjectPath) and marked_run(store) == str(tmp_path / "a")
     storage.remove_leftovers()
     files = write(storage, 2)
     storage.publish(2, Manifest(FORMAT_VERSION, 2, 2, first.digest(), first.identity(), files).sealed())
@@ -358,11 +337,8 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("S3://bucket/run", "write s3://BUCKET/FOLDER"),
         ("s3:/bucket/run", "write s3://BUCKET/FOLDER"),
         ("ftp://host/x", "is not supported: use s3://"),
-        ("s3://bucket/", "write s3://BUCKET/FOLDER"),
-        ("s3://bucket/a::b", "fsspec reads '::' as a chain of two places: rename it"),
         ("s3://bucket/../other", "write s3://BUCKET/FOLDER"),
         ("gs://bucket/x", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
     ],
@@ -373,12 +349,9 @@ def test_a_url_that_cannot_be_used(url: str, words: str, tmp_path: Path) -> None
     assert [problem.field for problem in refused.value.problems] == ["checkpoint.path"]
 
 
-def test_a_run_folder_is_on_a_disk(tmp_path: Path) -> None:
+def test_an_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"output_dir: .* is not a folder"):
         load(write_recipe(tmp_path, output_dir="s3://bucket/runs"))
-
-
-def test_a_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     done = CliRunner().invoke(app, ["export", str(tmp_path), "--out", "s3://bucket/run"])
     assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)

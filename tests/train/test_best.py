@@ -21,7 +21,7 @@ from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.report.status import observe, status_lines
+from fsdptrain.report.status import Observer, status_lines
 from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.rundir import RunDir
 
@@ -77,7 +77,7 @@ def test_a_run_ends_when_one_source_gets_worse_and_goes_on_by_all(tmp_path: Path
     assert "no lower held-out loss of quiet than that of step 1 in 2 evaluations: the run ends after step 3" in said
     rundir = RunDir.open(run)
     assert rundir.checkpoint_steps() == [1, 3] and read_export_record(rundir).step == 1
-    assert f"best   {losses[1]['quiet']:.4f} (quiet) at step 1, kept" in status_lines(observe(rundir).status())
+    assert f"best   {losses[1]['quiet']:.4f} (quiet) at step 1, kept" in status_lines(Observer(rundir).status())
     assert "the lowest held-out loss of quiet is that of step 1\n" in fsdptrain("verify", run).stdout
     assert "\nlonger  fsdptrain run" in said and "eval.patience=4\n" in said
     assert "nothing was trained" in fsdptrain("run", recipe).stdout and len(events(run, "start")) == 1
