@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,6 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import printable
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where an export comes from: the weights of `step`, of a run with this `identity`, whose files are compared."""
-
-    rundir: RunDir
-    step: int
-    identity: dict[str, Any]
-
-
 def gathered_tensors(
     model: nn.Module, groups: list[list[str]], writes: bool, between_groups: Callable[[], None]
 ) -> Iterator[Tensors]:
@@ -108,7 +99,7 @@ def export_live(
     `stamps` are the `stamps_of` the frozen weights when the run began.
     """
     rundir, world = checkpointer.rundir, checkpointer.world
-    what = Exported(unsharded, plan, rundir.model, needs_base=BASE_KEY in checkpointer.identity)
+    what = Exported(unsharded, plan, rundir, step, checkpointer.identity)
     writes = world.rank == 0
 
     def wait() -> None:
@@ -123,9 +114,8 @@ def export_live(
         with comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as compare:
             try:
                 with output_lock(rundir.export):
-                    origin = Origin(rundir, step, checkpointer.identity)
                     check_base = partial(check_unchanged, plan, stamps, checkpointer.identity)
-                    fields = _write(origin, what, tensors, rundir.export, reporter.progress, compare, wait, check_base)
+                    fields = _write(what, tensors, rundir.export, reporter.progress, compare, wait, check_base)
                 reporter.event("export", **fields)
             except (CheckpointError, RecipeError) as error:
                 failure = error
@@ -169,7 +159,7 @@ def export_checkpoint(
 
     try:
         manifest = read_manifest(folder)
-        what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype, BASE_KEY in manifest.identity)
+        what = Exported(_build_skeleton(rundir, plan), plan, rundir, manifest.step, manifest.identity, dtype)
         if dtype is not None and what.adapter == "separate":
             raise RecipeError(
                 "--dtype has no effect: export.adapter: separate saves the adapter in model.dtype; add --adapter merged"
@@ -190,8 +180,7 @@ def export_checkpoint(
                 {name: checkpoint.whole(f"model.{name}", state[name]) for name in group}
                 for group in what.trained_groups
             )
-            origin = Origin(rundir, manifest.step, manifest.identity)
-            fields = _write(origin, what, tensors, out, progress, check, wait)
+            fields = _write(what, tensors, out, progress, check, wait)
     except (CheckpointError, OSError):
         _reject_removed(folder, plan)  # which may be the cause
         raise
@@ -248,7 +237,6 @@ def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int]] | None, ident
 
 
 def _write(
-    origin: Origin,
     what: Exported,
     tensors: Iterator[Tensors],
     out: Path,
@@ -261,7 +249,7 @@ def _write(
 
     That of the run folder replaces an earlier one, and is recorded. `wait` is called while checksums are computed.
     """
-    rundir, is_recorded = origin.rundir, out == origin.rundir.export
+    rundir, is_recorded = what.rundir, out == what.rundir.export
     before = read_export_record(rundir).files if is_recorded else {}
     sums: dict[str, str] = {}
     compared: dict[str, Any] = {}
@@ -270,14 +258,14 @@ def _write(
         count = what.write(tensors, folder, progress, check_base)
         progress("computing the checksums of the export", 0, 0)
         sums.update(file_sums(folder, file_stamps(folder), wait))
-        write_cards(folder, what, origin, sums, out, before)
+        write_cards(folder, what, sums, out, before)
         compared.update(compare(folder))
         return count
 
     count, files, kept = publish(fill, out, what.needed_bytes, before)
     if is_recorded:
-        write_export_record(rundir, origin.step, files, sums)
-    fields = {"step": origin.step, "path": str(out), "bytes": count, "dtype": what.dtype, **compared}
+        write_export_record(rundir, what.step, files, sums)
+    fields = {"step": what.step, "path": str(out), "bytes": count, "dtype": what.dtype, **compared}
     if what.adapter:
         fields["adapter"] = what.adapter
     if kept:
@@ -322,23 +310,23 @@ def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callab
 # --- the model card --------------------------------------------------------------------------------------------------
 
 
-def write_cards(folder: Path, what: Exported, origin: Origin, sums: dict[str, str], out: Path, before: Stamps) -> None:
+def write_cards(folder: Path, what: Exported, sums: dict[str, str], out: Path, before: Stamps) -> None:
     """Write the cards of an export in `folder`, which will replace `out`; `sums` are the SHA-256 of its files.
 
     A card in `out` that someone else has written or edited (it is not as in `before`) stays, and none is written.
     """
     adapter = folder / ADAPTER_FOLDER
     if what.adapter == "both":
-        _card(what, origin, sums, is_adapter=True).save(adapter / CARD)
+        _card(what, sums, is_adapter=True).save(adapter / CARD)
     if before and os.path.lexists(out / CARD) and file_stamps(out).get(CARD) != before.get(CARD):
         return
-    _card(what, origin, sums, is_adapter=what.adapter == "separate").save(folder / CARD)
+    _card(what, sums, is_adapter=what.adapter == "separate").save(folder / CARD)
 
 
-def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool) -> ModelCard:
+def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
     from jinja2 import Environment, StrictUndefined
 
-    plan, recipe, newest, identity = what.plan, what.plan.recipe, _newest(origin), origin.identity
+    plan, recipe, newest, identity = what.plan, what.plan.recipe, _newest(what.rundir, what.step), what.identity
     published = _published(recipe.model.id)
     metadata = ModelCardData(
         base_model=published,
@@ -354,15 +342,11 @@ def _card(what: Exported, origin: Origin, sums: dict[str, str], is_adapter: bool
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(shipped("checkpoint", "card.md").read_text(encoding="utf-8")).render(
         metadata=metadata.to_yaml(),
-        recipe=recipe,
+        export=what,
         base=published or Path(str(recipe.model.id)).name,
-        is_merged=what.adapter == "merged",
-        is_pretrained=plan.pretrained,
         architecture=type(what.unsharded).__name__,
         mtp=mtp,
         is_adapter=is_adapter,
-        runs_own_code=what.runs_own_code,
-        step=origin.step,
         newest=newest,
         # Without the folders of this machine, and with the SHA-256 that a resume compares.
         data=[
@@ -385,11 +369,11 @@ def _published(name: str | None) -> str | None:
     return None if name is None or Path(name).is_dir() else name
 
 
-def _newest(origin: Origin) -> dict[str, Record]:
+def _newest(rundir: RunDir, step: int) -> dict[str, Record]:
     """Return the newest start, window, step and evaluation of the run up to the step of the export."""
     newest: dict[str, Record] = {}
-    for record in Tail(origin.rundir.metrics, from_end=False).read():
-        if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= origin.step:
+    for record in Tail(rundir.metrics, from_end=False).read():
+        if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= step:
             newest[record["event"]] = record
     return newest
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
-from fsdptrain.checkpoint.manifest import INDEX
+from fsdptrain.checkpoint.manifest import BASE_KEY, INDEX
 from fsdptrain.checkpoint.nodes import report_full_disk
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
@@ -54,6 +54,7 @@ from fsdptrain.run_folder.ownership import (
     remove_scratch,
     replace_export,
 )
+from fsdptrain.run_folder.rundir import RunDir
 
 # Files of the model itself, which an adapter's folder does not have: transformers would open it as a whole model.
 OF_MODEL = ("config.json", "generation_config.json")
@@ -73,17 +74,23 @@ class Exported:
     """What a run exports: the model, its adapter, or both; written from the tensors that were trained."""
 
     def __init__(
-        self, unsharded: PreTrainedModel, plan: Plan, assets: Path, dtype: str | None = None, needs_base: bool = False
+        self,
+        unsharded: PreTrainedModel,
+        plan: Plan,
+        rundir: RunDir,
+        step: int,
+        identity: dict[str, Any],
+        dtype: str | None = None,
     ) -> None:
-        """`unsharded` is a skeleton without adapters, `assets` the run's folder with config and tokenizer.
+        """`unsharded` is a skeleton without adapters; the weights are of `step`, of a run with this `identity`.
 
-        `dtype` is that of the exported model, by default `export.dtype`. `needs_base`: tensors of the files of
-        `model.id` may be exported as they are.
+        `dtype` is that of the exported model, by default `export.dtype`.
         """
-        self.unsharded, self.plan, self.assets = unsharded, plan, assets
+        self.unsharded, self.plan, self.rundir, self.step, self.identity = unsharded, plan, rundir, step, identity
+        self.assets = rundir.model
         self.adapter = plan.recipe.export.adapter if plan.recipe.adapter.kind else None
         separate = self.adapter == "separate"
-        self.needs_base = needs_base and not separate
+        self.needs_base = BASE_KEY in identity and not separate  # files of `model.id` are exported as they are
         self.dtype = plan.recipe.model.dtype if separate else dtype or plan.recipe.export.dtype
         self.groups = names_by_decoder_layer(unsharded)
         self.trained: Any = freeze(copy.deepcopy(unsharded), plan.recipe) if plan.freezes else unsharded

@@ -45,11 +45,6 @@ class Shard:
     first: int
     shape: tuple[int, ...]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether these are all rows of the tensor."""
-        return self.local.numel() == math.prod(self.shape)
-
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim) -> dict[str, Shard]:
     """Return all that a checkpoint holds: trained parameters and persistent buffers as `model.NAME`, and their state.
@@ -82,7 +77,7 @@ def share_of_copy(shards: dict[str, Shard], copy: int, copies: int, writes_whole
     """
     loads, share = [(0, number) for number in range(copies)], {}
     for name, shard in sorted(shards.items(), key=lambda item: (-item[1].local.nbytes, item[0])):
-        if shard.is_whole and not writes_whole:
+        if shard.local.numel() == math.prod(shard.shape) and not writes_whole:
             continue
         load, writer = loads[0]
         heapq.heapreplace(loads, (load + shard.local.nbytes, writer))

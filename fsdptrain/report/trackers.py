@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fsdptrain.errors import Stopped, StorageError, first_line
 from fsdptrain.plan.plan import Plan
@@ -79,42 +79,34 @@ class TrackerState:
         write_atomically(rundir.trackers / f"{name}.json", json.dumps(dataclasses.asdict(self)))
 
 
-class Tracker:
-    """A library that gets the events of a run. Its methods may raise or hang: only the trackers' process calls them."""
+class Library(NamedTuple):
+    """What a library does with a run that it has begun or continued. It may raise or hang."""
 
-    def __init__(self, rundir: RunDir, library: str, name: str, project: str | None) -> None:
-        """Begin the run in the library, or continue it; `name` and `project` are what it shows."""
-        self.rundir, self.library, self.name, self.project = rundir, library, name, project
-        self.state = TrackerState.read(rundir, library)
+    # Records what was measured after a step, at a time in seconds since 1970: numbers and texts by their names.
+    log: Callable[[int, float, dict[str, float], dict[str, str]], None]
+    # Sends what is left, and marks the run as `finished`, `stopped` or `failed`, with the reason.
+    finish: Callable[[str, str], None]
+    # Drops what was logged about later steps than this one; returns whether the library can do that.
+    rewind: Callable[[int], bool] = lambda last: False
+
+
+class Tracker:
+    """Hands the events of a run to a library. Only the trackers' process calls it."""
+
+    def __init__(self, rundir: RunDir, name: str, run_name: str, project: str | None) -> None:
+        """Begin the run in the library `name`, or continue it; `run_name` and `project` are what it shows."""
+        self.rundir, self.name, self.run_name, self.project = rundir, name, run_name, project
+        self.state = TrackerState.read(rundir, name)
         plan = read_object(rundir.plan)
         self.config = {"recipe": plan.pop("recipe"), "plan": plan}
         rundir.trackers.mkdir(exist_ok=True)
         self.is_new = not self.state.id
         self.state.id = self.state.id or uuid.uuid4().hex[:8]
-        self.start()
+        self.library = LIBRARIES[name](self)
         self._tail = Tail(rundir.metrics, from_end=False)
         with contextlib.suppress(FileNotFoundError):
             self._tail.offset = min(self.state.offset, rundir.metrics.stat().st_size)
-        self.state.write(rundir, library)
-
-    def start(self) -> None:
-        """Begin the run `state.id`, or continue it. Set `state.id`, if the library chooses it, and `state.shown_by`.
-
-        A library that has lost what it got sets the state back to its start.
-        """
-        raise NotImplementedError
-
-    def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Record what was measured after a step, at a time in seconds since 1970."""
-        raise NotImplementedError
-
-    def rewind(self, last: int) -> bool:
-        """Drop what was logged about steps after `last`. Return whether the library can do that."""
-        return False
-
-    def finish(self, state: str, message: str) -> None:
-        """Send what is left, and mark the run: `finished`, `stopped` or `failed`, with the reason."""
-        raise NotImplementedError
+        self.state.write(rundir, name)
 
     def hand_over(self) -> None:
         """Log what is new in metrics.jsonl."""
@@ -127,170 +119,146 @@ class Tracker:
             self._hand_over(record)
         if self._tail.offset != self.state.offset:
             self.state.offset = self._tail.offset
-            self.state.write(self.rundir, self.library)
+            self.state.write(self.rundir, self.name)
 
     def _hand_over(self, record: Record) -> None:
         """Pass an event on. A step that is made again is passed on if it replaces the old one or may differ from it."""
         kind, newest = record["event"], self.state.newest
         if kind == "resume":
             last = last_kept(record["step"])
-            if self.rewind(last) or record.get("changed"):
+            if self.library.rewind(last) or record.get("changed"):
                 newest.update({known: min(step, last) for known, step in newest.items()})
         elif kind in EVENTS and EVENTS[kind].tracked and record["step"] > newest.get(kind, -1):
             fields = {name: value for name, value in record.items() if name not in ("event", "at", "step")}
             pairs = zip(record.get("prompts", ()), record.get("texts", ()), strict=False)
             texts = {f"{kind}/{i}": f"{prompt}\n\n{text}" for i, (prompt, text) in enumerate(pairs, 1)}
             numbers = {"/".join((kind, *names)): number for names, number in numbers_in(fields)}
-            self.log(record["step"], record["at"], numbers, texts)
+            self.library.log(record["step"], record["at"], numbers, texts)
             newest[kind] = record["step"]
 
 
-class TensorBoard(Tracker):
-    """TensorBoard's event files in the run folder."""
+# Each begins the run `run.state.id` or continues it. It sets that id, if the library chooses it, and
+# `run.state.shown_by`; of a library that has lost what it got, it sets the state back to its start.
 
-    def start(self) -> None:
-        """Begin a file with the config as texts."""
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder = self.rundir.tensorboard
-        self._writer = EventFileWriter(str(folder), flush_secs=5)
-        if self.is_new:
-            self.rewind(-1)
-        self.log(
-            0, time.time(), {}, {f"config/{part}": json.dumps(values, indent=2) for part, values in self.config.items()}
-        )
-        self.state.shown_by = ["tensorboard", "--logdir", str(folder)]
+def _tensorboard(run: Tracker) -> Library:
+    """TensorBoard's event files in the run folder, with the config as texts."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.text.summary import text_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Write one event with all values."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary import text_pb
+    folder = str(run.rundir.tensorboard)
+    writer = EventFileWriter(folder, flush_secs=5)
 
+    def log(step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()])
         for tag, text in texts.items():
             summary.MergeFrom(text_pb(tag, _as_markdown(text)))
-        self._writer.add_event(Event(wall_time=at, step=step, summary=summary))
-        self._writer.flush()  # a thread writes; `close` does not raise what failed there
+        writer.add_event(Event(wall_time=at, step=step, summary=summary))
+        writer.flush()  # a thread writes; `close` does not raise what failed there
 
-    def rewind(self, last: int) -> bool:
-        """Make TensorBoard drop later steps."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._writer.add_event(Event(step=last + 1, session_log=SessionLog(status=SessionLog.START)))
+    def rewind(last: int) -> bool:
+        writer.add_event(Event(step=last + 1, session_log=SessionLog(status=SessionLog.START)))
         return True
 
-    def finish(self, state: str, message: str) -> None:
-        """Close the file; TensorBoard knows no state of a run."""
-        self._writer.close()
+    if run.is_new:
+        rewind(-1)
+    log(0, time.time(), {}, {f"config/{part}": json.dumps(values, indent=2) for part, values in run.config.items()})
+    run.state.shown_by = ["tensorboard", "--logdir", folder]
+    return Library(log, lambda state, message: writer.close(), rewind)  # it knows no state of a run
 
 
-class WeightsAndBiases(Tracker):
+def _wandb(run: Tracker) -> Library:
     """Weights & Biases, online or, with WANDB_MODE=offline, as files in the run folder."""
+    import wandb
 
-    def start(self) -> None:
-        """Begin or continue the run of this id."""
-        import wandb
+    begun = wandb.init(
+        id=run.state.id, resume="allow", name=run.run_name,
+        project=run.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        dir=os.environ.get("WANDB_DIR") or str(run.rundir.trackers),
+        settings=wandb.Settings(console="off", silent=True),
+    )  # fmt: skip
+    begun.define_metric("*", step_metric="step")  # W&B's own step cannot go back to one that is made again
+    begun.config.update(run.config, allow_val_change=True)  # a resume may have changed it
+    run.state.shown_by = [begun.url] if begun.url else []
+    if begun.offline:
+        # Of several folders with one id, the last to be uploaded replaces the others (wandb#3841).
+        run.state.offset, run.state.newest = 0, {}
+        run.state.shown_by = ["wandb", "sync", str(Path(begun.dir).parent)]
 
-        self._run = wandb.init(
-            id=self.state.id, resume="allow", name=self.name,
-            project=self.project or os.environ.get("WANDB_PROJECT") or PROJECT,
-            dir=os.environ.get("WANDB_DIR") or str(self.rundir.trackers),
-            settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
-        self._run.define_metric("*", step_metric="step")  # W&B's own step cannot go back to one that is made again
-        self._run.config.update(self.config, allow_val_change=True)  # a resume may have changed it
-        self.state.shown_by = [self._run.url] if self._run.url else []
-        if self._run.offline:
-            # Of several folders with one id, the last to be uploaded replaces the others (wandb#3841).
-            self.state.offset, self.state.newest = 0, {}
-            self.state.shown_by = ["wandb", "sync", str(Path(self._run.dir).parent)]
-
-    def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Log a row of the history; texts are its panels of HTML."""
-        import wandb
-
+    def log(step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         panels = {
             name: wandb.Html(f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre>")
             for name, text in texts.items()
         }
-        self._run.log({"step": step, "_timestamp": at, **numbers, **panels})
+        begun.log({"step": step, "_timestamp": at, **numbers, **panels})
 
-    def finish(self, state: str, message: str) -> None:
-        """Mark the run in its summary; W&B itself knows finished and failed."""
-        self._run.summary.update({"state": state, "message": message})
-        self._run.finish(exit_code=int(state == "failed"))
+    def finish(state: str, message: str) -> None:
+        begun.summary.update({"state": state, "message": message})
+        begun.finish(exit_code=int(state == "failed"))  # W&B itself knows finished and failed
+
+    return Library(log, finish)
 
 
-class MLflow(Tracker):
-    """MLflow: the store that MLFLOW_TRACKING_URI names, else the one that the library has in the working folder."""
+def _mlflow(run: Tracker) -> Library:
+    """MLflow: the store that MLFLOW_TRACKING_URI names, else the one that the library has in the working folder.
 
-    def start(self) -> None:
-        """Create a run, or set the one of this id running again; its params are `recipe.optim.lr`.
+    A run's params are `recipe.optim.lr`. What a resume has changed is a tag, since a param keeps its first value.
+    """
+    import mlflow
+    from mlflow.entities import Metric
 
-        What a resume has changed is a tag, since a param keeps its first value.
-        """
-        import mlflow
+    mlflow.set_experiment(run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
+    client, known_id = mlflow.MlflowClient(), None if run.is_new else run.state.id
+    info = mlflow.start_run(run_id=known_id, run_name=run.run_name, log_system_metrics=False).info
+    run.state.id = info.run_id
+    known = client.get_run(info.run_id).data.params
+    params = {_mlflow_name(name): str(value)[:MAX_PARAM] for name, value in _flat(run.config)}
+    mlflow.log_params({name: value for name, value in params.items() if name not in known})
+    mlflow.set_tags({name: value for name, value in params.items() if known.get(name, value) != value})
+    uri = re.sub(r"//[^/@]*@", "//", mlflow.get_tracking_uri())
+    page = f"{uri}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+    run.state.shown_by = [page] if uri.startswith("http") else ["mlflow", "ui", "--backend-store-uri", uri]
 
-        mlflow.set_experiment(self.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
-        self._client = mlflow.MlflowClient()
-        known_id = None if self.is_new else self.state.id
-        info = mlflow.start_run(run_id=known_id, run_name=self.name, log_system_metrics=False).info
-        self.state.id = info.run_id
-        known = self._client.get_run(info.run_id).data.params
-        params = {_mlflow_name(name): str(value)[:MAX_PARAM] for name, value in _flat(self.config)}
-        mlflow.log_params({name: value for name, value in params.items() if name not in known})
-        mlflow.set_tags({name: value for name, value in params.items() if known.get(name, value) != value})
-        uri = re.sub(r"//[^/@]*@", "//", mlflow.get_tracking_uri())
-        page = f"{uri}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
-        self.state.shown_by = [page] if uri.startswith("http") else ["mlflow", "ui", "--backend-store-uri", uri]
-
-    def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Log all values in one request; texts are artifacts."""
-        from mlflow.entities import Metric
-
+    def log(step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         metrics = [Metric(_mlflow_name(name), value, int(1000 * at), step) for name, value in numbers.items()]
-        self._client.log_batch(self.state.id, metrics)
+        client.log_batch(info.run_id, metrics)
         for name, text in texts.items():
-            self._client.log_text(self.state.id, text, f"step-{step:08}/{_mlflow_name(name)}.txt")
+            client.log_text(info.run_id, text, f"step-{step:08}/{_mlflow_name(name)}.txt")
 
-    def finish(self, state: str, message: str) -> None:
-        """Set the status, and the reason as a tag."""
-        import mlflow
-
+    def finish(state: str, message: str) -> None:
         mlflow.set_tag("message", message)
         mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[state])
 
+    return Library(log, finish)
 
-class Trackio(Tracker):
-    """Trackio: a local database, or the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
 
-    def start(self) -> None:
-        """Begin or continue the run, whose name has the id, since Trackio looks for runs by name."""
-        import trackio
+def _trackio(run: Tracker) -> Library:
+    """Trackio: a local database, or the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names.
 
-        project = self.project or PROJECT
-        trackio.init(project, name=f"{self.name}-{self.state.id}", config=self.config, resume="allow", embed=False)
-        self.state.shown_by = ["trackio", "show", "--project", project]
+    The run's name has the id, since Trackio looks for runs by name.
+    """
+    import trackio
 
-    def log(self, step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Log a row of numbers, and a panel for each text."""
-        import trackio
+    project = run.project or PROJECT
+    trackio.init(project, name=f"{run.run_name}-{run.state.id}", config=run.config, resume="allow", embed=False)
+    run.state.shown_by = ["trackio", "show", "--project", project]
 
+    def log(step: int, at: float, numbers: dict[str, float], texts: dict[str, str]) -> None:
         panels = {name: trackio.Markdown(_as_markdown(text)) for name, text in texts.items()}
         trackio.log({**numbers, **panels}, step=step)
 
-    def finish(self, state: str, message: str) -> None:
-        """Say in an alert that the run was stopped or has failed; Trackio knows no state of a run."""
-        import trackio
-
-        if state != "finished":
+    def finish(state: str, message: str) -> None:
+        if state != "finished":  # Trackio knows no state of a run
             trackio.alert(title=state, text=message)
         trackio.finish()
 
+    return Library(log, finish)
 
-LIBRARIES: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
+
+LIBRARIES: dict[str, Callable[[Tracker], Library]] = {
+    "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio,
 }  # fmt: skip
 
 
@@ -338,7 +306,7 @@ def main() -> NoReturn:
 
     for library in run["trackers"]:
         with left_out_if_it_fails(library):
-            running[library] = LIBRARIES[library](rundir, library, run["name"], run["project"])
+            running[library] = Tracker(rundir, library, run["name"], run["project"])
     end = None
     while end is None:
         with contextlib.suppress(queue.Empty):
@@ -348,7 +316,7 @@ def main() -> NoReturn:
                 tracker.hand_over()
     for library, tracker in [*running.items()]:
         with left_out_if_it_fails(library):
-            tracker.finish(**end)
+            tracker.library.finish(end["state"], end["message"])
     os._exit(0)
 
 

@@ -299,7 +299,7 @@ def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe:
     assert len(set(layers_in_nf4(master, plan.recipe)) - trained) == config.num_hidden_layers
     assert len(quantised_ids(counted_model(plan, config), plan.recipe)) == len(trained)
     base = {name: torch.randn(param.shape) for name, param in master.named_parameters() if param.ndim == 2}
-    (merged,) = Exported(master, plan, tmp_path)._dequantized(iter([dict(base)]))
+    (merged,) = Exported(master, plan, plan.rundir, 0, {})._dequantized(iter([dict(base)]))
     assert {name for name in base if not torch.equal(base[name], merged[name])} == {
         f"{name}.weight" for name in trained
     }

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support import TINY, write_recipe
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
+from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.run_banner import next_steps
@@ -28,11 +28,8 @@ def planned(tmp: Path, **changes: Any) -> Plan:
     """Return the plan of a run whose base is a tiny random Llama with a tokenizer of bytes."""
     base = tmp / "base"
     if not base.exists():
-        letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-        bytewise = Tokenizer(models.BPE({**letters, "<eos>": len(letters)}, []))
-        bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bytewise.decoder = decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", chat_template=TEMPLATE)
+        tokenizer = train_bpe(iter(["hello there"]), 300)
+        tokenizer.chat_template = TEMPLATE
         AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY)).save_pretrained(base)
         tokenizer.save_pretrained(base)
     model = {"id": str(base), "init": "pretrained"}

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fsdptrain.config.reader import parse
 from fsdptrain.errors import NonFiniteError, RecipeError, Stopped
 from fsdptrain.report import trackers
-from fsdptrain.report.trackers import LIBRARIES, Trackers, TrackerState, tracked
+from fsdptrain.report.trackers import Tracker, Trackers, TrackerState, tracked
 from fsdptrain.run_folder.events import Reporter, read_history
 from fsdptrain.run_folder.rundir import RunDir
 
@@ -115,9 +115,9 @@ def attempt(rundir: RunDir, resumed: int, last: int, changed: dict[str, Any] | N
 
 def follow(rundir: RunDir, library: str, state: str = "finished") -> TrackerState:
     """Hand over what a tracker has not got, in this process."""
-    tracker = LIBRARIES[library](rundir, library, "mine", None)
+    tracker = Tracker(rundir, library, "mine", None)
     tracker.hand_over()
-    tracker.finish(state, "")
+    tracker.library.finish(state, "")
     return TrackerState.read(rundir, library)
 
 
@@ -224,7 +224,7 @@ def test_tensorboard_reports_the_last_event_that_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rundir = run_folder(tmp_path)
-    board = LIBRARIES["tensorboard"](rundir, "tensorboard", "mine", None)
+    board = Tracker(rundir, "tensorboard", "mine", None)
     attempt(rundir, 0, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", Mock(side_effect=full))
