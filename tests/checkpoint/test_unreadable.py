@@ -46,7 +46,6 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.document import write_report
 from fsdptrain.report.status import list_runs
-from fsdptrain.run_folder.files import system_errors
 from fsdptrain.run_folder.ownership import file_stamps, read_export_record, write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import open_storage
@@ -140,13 +139,6 @@ def test_a_checkpoint_that_the_system_cannot_read_has_no_problem_that_is_known(n
         with fault(run), pytest.raises(StorageError, match=f"{words}(.|\\n)*nothing was renamed or removed"):
             reading(run.checkpoint(4))
     assert names_in(run) == before and checkpoint_problems(run.checkpoint(4)) == []
-
-
-def test_a_disk_that_fails_is_an_error_of_the_system() -> None:
-    memory = Path("/proc/self/mem")  # a regular file, of which nobody can read the beginning
-    words = r"/proc/self/mem cannot be read: .*\(errno 5, EIO\): look for errors"
-    with pytest.raises(StorageError, match=words), system_errors(memory):
-        memory.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["the manifest", "the folder", "open files"])

@@ -25,7 +25,6 @@ from fsdptrain.report.status import Observer, is_locked, list_runs, show_runs, s
 from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.events import progress_record, record_error, record_restart
 from fsdptrain.run_folder.ownership import write_mark
-from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.page import Page
 
 HERE = socket.gethostname()
@@ -215,16 +214,11 @@ def test_a_run_that_is_started_again_after_a_hang_is_not_hung(tmp_path: Path) ->
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json"):
-        Observer(RunDir(tmp_path))
     with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json, and there is no run below it"):
         list_runs(tmp_path)
     for name in (__file__, tmp_path / "missing"):
         with pytest.raises(RecipeError, match="is not a run folder: there is no such folder"):
             list_runs(Path(name))
-    (tmp_path / "plan.json").write_text('{"version": 0}')
-    with pytest.raises(RecipeError, match=r"plan.json is not a plan of this version"):
-        Observer(RunDir(tmp_path))
 
 
 def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:

@@ -225,11 +225,6 @@ def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
     assert survey(remote)["resume"] == 1
     path.fs.rm_file(path.key)
     assert checkpoint_problems(path.parent) == [f"{path} is missing"]
-    with (
-        pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"),
-        CheckpointReader(path.parent),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8 + b"{}", b"\x20" + b"\0" * 7 + b"{}"])
@@ -357,21 +352,16 @@ def test_an_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)
 
 
-def recipe_for(tmp: Path, name: str, place: str | None) -> Path:
-    """Write a recipe of two ranks that saves every two steps."""
-    checkpoints = {"checkpoint__every": 2, "checkpoint__keep": 1, "checkpoint__path": place}
-    schedule = {"schedule__name": "constant", "schedule__warmup": 0}
-    recipe = write_recipe(tmp, output_dir=str(tmp / name), export__at_end=False, **schedule, **checkpoints)
-    return recipe.rename(tmp / f"{name}.yaml")
+def recipe_for(tmp: Path, place: str) -> Path:
+    """Write a recipe of two ranks that saves every two steps, and may be continued with more of them."""
+    checkpoints = {"checkpoint__keep": 1, "checkpoint__path": place}
+    return write_recipe(tmp, export__at_end=False, schedule__name="constant", schedule__warmup=0, **checkpoints)
 
 
 @pytest.mark.soak
-def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_in_a_folder(
-    tmp_path: Path, server: ObjectStore
-) -> None:
+def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload(tmp_path: Path, server: ObjectStore) -> None:
     place = f"s3://{BUCKET}/{tmp_path.name}/run"
-    local, remote = recipe_for(tmp_path, "local", None), recipe_for(tmp_path, "remote", place)
-    run, uploading = RunDir(tmp_path / "remote", place), threading.Event()
+    recipe, run, uploading = recipe_for(tmp_path, place), RunDir(tmp_path / "run", place), threading.Event()
 
     def stall_second_save(method: str, path: str) -> Answer | None:
         if method == "PUT" and "step-00000004/rank-00001" in path:
@@ -380,39 +370,33 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_
             return INTERNAL  # to nobody: else the object would appear in the middle of the next run
         return None
 
-    command = [sys.executable, "-m", "fsdptrain", "run", str(remote), "train.steps=6"]
+    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe), "train.steps=6"]
     with server.failing(stall_second_save):
         process = Command(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert uploading.wait(300)
         send_all(signal.SIGKILL, (*processes_using(run.root), process.pid))
         process.wait()
     assert run.checkpoint_steps() == [2] and checkpoint_problems(run.checkpoint(2)) == []
-    for recipe in (remote, local):
-        done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
-        assert done.returncode == 0, done.stderr
+    done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
+    assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(run.root, "resume")] == [2]
     assert RunDir.open(run.root).checkpoint_path == place
     assert run.checkpoint_steps() == [6] and run.storage.other_names() == ([], [])
     assert not list(run.root.rglob("rank-*.safetensors"))  # nothing stays on the disk
     done = fsdptrain("verify", run.root, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["resume"] == 6, done.stderr
-    for name in ("local", "remote"):
-        done = fsdptrain("export", tmp_path / name, "--out", tmp_path / f"{name}-export")
-        assert done.returncode == 0, done.stderr
-    weights = [(tmp_path / f"{name}-export" / "model.safetensors").read_bytes() for name in ("local", "remote")]
-    assert weights[0] == weights[1]
-    done = fsdptrain("run", remote, "train.steps=8", "checkpoint.path=null", timeout=300)
-    assert done.returncode == 2 and "the checkpoints of this run are in s3://" in " ".join(done.stderr.split())
+    done = fsdptrain("export", run.root)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
 def test_a_run_whose_store_refuses_ends_with_one_clear_error(tmp_path: Path, server: ObjectStore) -> None:
     place = f"s3://{BUCKET}/{tmp_path.name}/run"
-    recipe = recipe_for(tmp_path, "remote", place)
+    recipe = recipe_for(tmp_path, place)
     with server.times(-1, FORBIDDEN, "PUT"):  # the right to read, but not to write
         done = fsdptrain("run", recipe, "train.steps=4", timeout=300)
     assert done.returncode == 6 and "access is refused: check the credentials" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr and not events(tmp_path / "remote", "step")
+    assert "Traceback" not in done.stderr and not events(tmp_path / "run", "step")
     with server.times(-1, EXPIRED, "rank-"):  # the credentials expire during the first save
         done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
     assert done.returncode == 6 and "which may have expired" in " ".join(done.stderr.split())
