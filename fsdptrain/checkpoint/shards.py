@@ -214,15 +214,13 @@ class CheckpointReader:
         """
         self.compare(name, shard)
         wanted = range(shard.first, shard.first + len(shard.local))
-        done = wanted.start
+        done, is_once = wanted.start, True
         for first, rows in sorted(self._pieces[name], key=lambda piece: piece[0]):
             begin, end = max(first, wanted.start), min(first + rows.get_shape()[0], wanted.stop)
-            if begin < end and begin == done:
+            if begin < end:
                 shard.local[begin - wanted.start : end - wanted.start].copy_(rows[begin - first : end - first])
-                done = end
-            elif begin < end:
-                break
-        if done < wanted.stop:
+                done, is_once = end, is_once and begin == done
+        if not is_once or done < wanted.stop:
             spans = listed(f"{first} to {first + count}" for first, count in sorted(self.spans(name)))
             raise CheckpointError(
                 f"{self.folder}: {name!r} has {math.prod(shard.shape[:1])} rows, of which the model needs "

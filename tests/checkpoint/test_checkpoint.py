@@ -293,6 +293,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a negative place": lambda tensors, places: places.update({NORM: [-1, 64]}),
     "beyond the end": lambda tensors, places: places.update({HEAD: [300, *places[HEAD][1:]]}),
     "over another": lambda tensors, places: places.update({HEAD: [1, *places[HEAD][1:]]}),
+    "half of the rows twice": lambda tensors, places: tensors.update({HEAD: torch.ones(512, 64)}),
     "endless rows": lambda tensors, places: places.update({HEAD: [0, 2**62, 64]}),
     "other columns": lambda tensors, places: places.update({HEAD: [0, 512, 65]}),
     "more dimensions": lambda tensors, places: places.update({NORM: [0, 64, 1]}),
