@@ -227,6 +227,16 @@ def sample(kind: str, **fields: Any) -> dict[str, Any]:
     return {name: values[kind.words] for name, kind in EVENTS[kind].fields.items()} | fields
 
 
+class Payload:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
 def processes_using(run: Path, also: str = "") -> list[int]:
     """Return the processes whose command line contains this run folder, and another text."""
     lines = {each.pid: " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])}

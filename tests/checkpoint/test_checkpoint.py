@@ -23,7 +23,7 @@ from broken_saves import flip, when_synced
 from ranks import build, curve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import environment, events, fsdptrain, on_ranks, write_recipe
+from support import Payload, environment, events, fsdptrain, on_ranks, write_recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.export import export_checkpoint
@@ -316,16 +316,6 @@ def test_a_file_with_the_right_checksum_is_still_checked(change: Any, run: RunDi
 def load_alone(folder: Path, shards: dict[str, Shard]) -> None:
     files = sorted(read_manifest(folder).files)
     load_checkpoint(folder, files, shards, find_pieces(folder, files, shards))
-
-
-class Payload:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.canary,))
 
 
 @pytest.mark.parametrize("name", [".metadata", "rng.pt", "rank-00000.safetensors"])

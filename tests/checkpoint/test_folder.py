@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -24,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from support import environment, fsdptrain, sample, write_recipe
+from support import NOBODY, as_nobody, environment, fsdptrain, sample, write_recipe
 
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest, survey
 from fsdptrain.checkpoint.resume import changes_since, inspect_earlier_attempts
@@ -301,62 +300,40 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("part", ["logs", "logs/rank-0.log", "metrics.jsonl", "checkpoints", ".fsdptrain"])
-def test_a_run_of_another_user_is_refused_before_it_trains(part: str, tmp_path: Path) -> None:
+def test_a_run_of_another_user_is_refused_before_it_trains(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", functools.partial(os.access, effective_ids=True))  # those of `as_nobody`
+    make_searchable(tmp_path)
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
     fill(rundir.root, "logs/rank-0.log")
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     os.chown(rundir.root / part, 0, 0)
-    message = as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path)
-    assert f"output_dir: {rundir.root / part} cannot be written by this user" in message, message
+    words = f"output_dir: {rundir.root / part} cannot be written by this user"
+    with as_nobody(), pytest.raises(RecipeError, match=words), claim_run_dir(plan, "", False):
+        pass
     assert len(list(rundir.plans.glob("*.json"))) == 1
     os.chown(rundir.root / part, NOBODY, NOBODY)
-    assert as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path) == ""
+    with as_nobody(), claim_run_dir(plan, "", False):
+        pass
+
+
+def make_searchable(folder: Path) -> None:
+    """Let every user look for files below a folder: pytest's folders are for their user only."""
+    for above in (folder, *folder.parents):
+        above.chmod(above.stat().st_mode | 0o711)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_folder_above_an_export_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    os.chown(tmp_path, 0, 0)
-    tmp_path.chmod(0o755)
-
-    def export_to(out: Path) -> None:
-        with parents_made(out), output_lock(out):
-            pass
-
+    make_searchable(tmp_path)
     for out in (tmp_path / "out", tmp_path / "new" / "out"):
-        message = as_nobody(functools.partial(export_to, out), tmp_path)
-        assert re.fullmatch(
-            rf"RecipeError: cannot write {out}: {tmp_path}.*: Permission denied; name another.*", message
-        )
+        words = f"cannot write {out}: {tmp_path}.*: Permission denied; name another"
+        with as_nobody(), pytest.raises(RecipeError, match=words), parents_made(out), output_lock(out):
+            pass
     assert list(tmp_path.iterdir()) == []
-
-
-NOBODY = 65534
-
-
-def as_nobody(work: Callable[[], object], folder: Path) -> str:
-    """Do the work in a child process as a user without rights; return the error that it raises, or an empty string."""
-    for above in (folder, *folder.parents):  # pytest's folders are for their user only
-        above.chmod(above.stat().st_mode | 0o711)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        message = ""
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            work()
-        except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-        os.write(write, message.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        message = pipe.read()
-    os.waitpid(child, 0)
-    return message
 
 
 # --- other ranks and other nodes -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ data, the configuration, the skeleton and the headers of the weights, and write 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TINY, fsdptrain, write_recipe
+from support import TINY, Payload, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.checkpoint.export_check import open_model
@@ -95,16 +94,6 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def rewrite(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
-
-
-class Payload:
-    """Unpickling this makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def evil(canary: Path) -> str:

@@ -30,8 +30,10 @@ def test_no_file_is_written_through_a_planted_link(tmp_path: Path) -> None:
     for refused in (open_to_append, try_lock):
         with pytest.raises(OSError, match="symbolic links"):
             refused(tmp_path / "lines")
-    assert precious.read_text() == "precious" and page.read_text() == "new"
-    assert not page.is_symlink()
+    assert precious.read_text() == "precious" and page.read_text() == "new" and not page.is_symlink()
+    (tmp_path / "mine.yaml").symlink_to(tmp_path / "elsewhere")
+    done = fsdptrain("recipes", "copy", "shakespeare", tmp_path / "mine.yaml")
+    assert done.returncode == 2 and "exists already" in done.stderr and not (tmp_path / "elsewhere").exists()
 
 
 def test_a_file_that_replaces_another_has_the_usual_rights_and_leaves_nothing_after_an_error(tmp_path: Path) -> None:
@@ -45,9 +47,3 @@ def test_a_file_that_replaces_another_has_the_usual_rights_and_leaves_nothing_af
         file.write(b"new")
         raise KeyError
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"old"
-
-
-def test_a_copied_recipe_is_not_written_through_a_link_to_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").symlink_to(tmp_path / "elsewhere")
-    done = fsdptrain("recipes", "copy", "shakespeare", tmp_path / "mine.yaml")
-    assert done.returncode == 2 and "exists already" in done.stderr and not (tmp_path / "elsewhere").exists()
