@@ -220,6 +220,7 @@ class Heartbeat:
         local = plan.topology.nproc_per_node
         self._node, inside = divmod(int(os.environ["RANK"]), local)
         self._nodes, self._lost = plan.topology.nnodes, lost
+        self._keys = [f"fsdptrain/heartbeat/{node}" for node in range(self._nodes)]  # of the counters
         self._ended, self._last = threading.Event(), 0
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._several = self._nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -238,7 +239,7 @@ class Heartbeat:
             self._thread.join()
         elif self._several and self._last < 0:
             with contextlib.suppress(dist.DistError):  # the first node is lost, too
-                self._named_tcp_store(FAILURE_S).add(_counter(self._node), self._last)
+                self._named_tcp_store(FAILURE_S).add(self._keys[self._node], self._last)
 
     def _named_tcp_store(self, timeout_s: float) -> dist.Store:
         """Return the agents' TCPStore, with this node's host name in it. Raises DistError if it cannot be reached."""
@@ -249,7 +250,7 @@ class Heartbeat:
     def _watch(self) -> None:
         try:
             tcp_store = self._named_tcp_store(MAX_MISSED)
-            keys = [_counter(node) for node in range(self._nodes)]
+            keys = self._keys
             counts, missed = [tcp_store.add(key, 0) for key in keys], [0] * self._nodes
             while True:
                 tcp_store.add(keys[self._node], 1)
@@ -271,7 +272,3 @@ class Heartbeat:
         except dist.DistError:
             where = os.environ["MASTER_ADDR"]
             self._lost(f"the first node ({where}) stopped responding before training started; see that node's output")
-
-
-def _counter(node: int) -> str:
-    return f"fsdptrain/heartbeat/{node}"
