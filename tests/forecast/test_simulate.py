@@ -134,7 +134,8 @@ def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, ch
     ("world", "strategy"), [(2, "NO_SHARD"), pytest.param(1, "FULL_SHARD", marks=pytest.mark.soak)]
 )
 def test_a_rank_with_a_whole_copy_has_frozen_weights_once(tmp_path: Path, world: int, strategy: str) -> None:
-    plan = plan_of(tmp_path, world, fsdp__strategy=strategy, fsdp__mixed_precision={"param_dtype": "bfloat16"})
+    shallow = {"model__config": SMALL | {"num_hidden_layers": 2}, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}}
+    plan = plan_of(tmp_path, world, fsdp__strategy=strategy, **shallow)
     plan = varied(plan, {"adapter.kind": "lora", "adapter.r": 5})
     forecast = peak(on_fake(plan), HOST)
     adapters = plan.state_bytes(weights_of(freeze(skeleton(config_of(plan), plan.recipe.model), plan.recipe)).values())
