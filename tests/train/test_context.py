@@ -151,9 +151,9 @@ def test_compiled_layers_give_the_same_with_shared_rows(recipe: Path, tmp_path: 
 def test_a_run_resumes_bitwise_and_with_other_ranks_in_a_row(recipe: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"recipe": str(recipe), "steps": STEPS}
     folder = f"output_dir={tmp_path / 'run'}"
-    whole = on_ranks(4, "save_between", tmp_path / "a", **words, overrides=[TWO, folder], at=2)[0]
-    same = on_ranks(4, "resume", tmp_path / "b", **words, overrides=[TWO, folder])[0]
-    other = on_ranks(4, "resume", tmp_path / "c", **words, overrides=[FOUR, folder])[0]
+    whole = on_ranks(2, "save_between", tmp_path / "a", **words, overrides=[TWO, folder], at=2)[0]
+    same = on_ranks(2, "resume", tmp_path / "b", **words, overrides=[TWO, folder])[0]
+    other = on_ranks(2, "resume", tmp_path / "c", **words, overrides=[folder])[0]
     assert same["first"] == 2 and same["curve"] == whole["curve"][2:]
     assert other["samples"] == whole["samples"][2:]
     assert max(largest_difference(other["curve"], whole["curve"][2:])) < LIMIT

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdptrain.train import optim
 from fsdptrain.train.optim import LossScale
 
-STEPS, BATCH, START, INTERVAL, AT = 12, 8, 2.0**23, 3, 7
+STEPS, BATCH, START, INTERVAL, AT = 12, 4, 2.0**23, 3, 7
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
