@@ -229,7 +229,10 @@ REFUSED = {  # what the recipe says → what the message says
         ["data.seq_len=66", "parallel.context=3"],
         "parallel.context: 3 does not divide the 4 ranks of a node; use one of 1, 2, 4",
     ),
-    "kernel": (["model.attn_implementation=eager", TWO], "parallel.context: has no effect on eager"),
+    "kernel": (
+        ["model.attn_implementation=eager", TWO],
+        "parallel.context: has no effect with model.attn_implementation",
+    ),
     "batch": (["train.global_batch_size=9", TWO], "9 sequences do not divide over 4 ranks / parallel.context 2"),
 }
 
