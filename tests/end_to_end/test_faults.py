@@ -151,7 +151,7 @@ CASES = {
     ),
     "stopped_by_sigstop": hang({**sleep(UPDATE, 5), **STOPPED}, "rank 1", **RESUMED),
     "in_c_holding_the_gil": hang(sleep(UPDATE, 5, how={"seconds": 3600, "holding_the_gil": True}), "rank 1", **RESUMED),
-    "hangs_in_the_evaluation": hang(sleep("fsdptrain.train.step:Engine.evaluate"), "rank 1", **RESUMED),
+    "hangs_in_the_evaluation": hang(sleep("fsdptrain.train.step:Engine.evaluate", call=2), "rank 1", **RESUMED),
     "hangs_in_the_export": hang(
         sleep("fsdptrain.checkpoint.export_tensors:names_by_decoder_layer"), "rank 1", **RESUMED
     ),
