@@ -94,7 +94,7 @@ $(VERSIONS)/servers/installed:
 	touch $@
 
 # In parts, which can be run at other times and on other machines: make soak PART=2. Those that measure how soon a run ends
-# have the machine for themselves. HISTORIES (100000) and HISTORIES_S (300) limit the random histories.
+# have the machine for themselves. HISTORIES (100000) and HISTORIES_S (300) limit the random histories of each place.
 NUMERICS = tests/config tests/data tests/model tests/parallel tests/train
 SOAK = $(BIN)/python -m pytest -m soak -rs
 soak: $(addprefix soak-,$(or $(PART),1 2 3 4 5 6))

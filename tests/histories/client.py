@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forks import Command, start_server
+from histories import world
 from histories.faults import CLOCK, FAULT
 from support import ROOT, TESTS, environment, python_path, send_all
 
@@ -78,6 +79,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder, self.root = folder, folder / "history"
         self._number = 0
+        world.register_store(self.root / "store")
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)
         self._env = environment(

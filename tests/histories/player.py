@@ -18,14 +18,16 @@ from typing import Any
 
 from histories import invariants
 from histories.client import Ended, Server, Started
-from histories.world import recipe
+from histories.world import URL, recipe
 from support import send_all
 
 from fsdptrain.run_folder.files import unused_name
 
+AHEAD_S = 3600.0  # of a machine whose clock is wrong
+
 
 class History:
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, in_store: bool = False) -> None:
         self.server, self.root = server, server.root
         shutil.rmtree(self.root, ignore_errors=True)
         warm = server.folder / "warm"
@@ -33,6 +35,7 @@ class History:
             shutil.copytree(warm / name, self.root / name)
         (self.root / "recipe.yaml").write_text(json.dumps(recipe(self.root)))  # YAML, too
         self.undisturbed = invariants.Undisturbed.of(warm / "runs" / "run", warm / "exports")
+        self.in_store = in_store  # the checkpoints
         self.run_dir = self.root / "runs/run"
         self.inputs: dict[Path, bytes] = {}  # files of the user that were changed → as they were
         self.unreadable: dict[Path, int] = {}  # files and folders without rights → their rights
@@ -52,7 +55,7 @@ class History:
     ) -> Ended:
         folder = self.root / "runs" / name if name else self.run_dir
         words = ["run", self.root / "recipe.yaml", f"output_dir={folder}"] if name else self._run_words()
-        before = invariants.Files.of(self.root, [folder])
+        before = invariants.Files.of(self.root, self._places_of_run(folder))
         # Without a checkpoint it does not continue: it is another run, to which nothing can be compared.
         self.trained_with_change |= bool((overrides or self.inputs) and not name and not self.steps())
         ended = self.server.run(*words, *overrides, fault=fault, ahead=ahead)
@@ -95,7 +98,7 @@ class History:
         """
         exports = frozen["role"] == "command"
         places = [
-            self.run_dir,
+            *self._places_of_run(self.run_dir),
             *(self._places_of_export("copy") if exports or second == "export --out" else []),
         ]
         before = invariants.Files.of(self.root, places)
@@ -127,7 +130,11 @@ class History:
             self._check(ended, before, self.run_dir)
 
     def _run_words(self) -> list[object]:
-        return ["run", self.root / "recipe.yaml", f"output_dir={self.run_dir}"]
+        place = [f"checkpoint.path={URL}"] if self.in_store else []
+        return ["run", self.root / "recipe.yaml", f"output_dir={self.run_dir}", *place]
+
+    def _places_of_run(self, folder: Path) -> list[Path]:
+        return [folder, *([self.root / "store", self.root / "store.uploads"] if self.in_store else [])]
 
     def _wait_until_frozen(self, command: Started) -> None:
         end = time.monotonic() + 10
@@ -206,12 +213,14 @@ class History:
 
     def own_files(self, folders: bool = False, pattern: str = "**/*") -> list[Path]:
         """Return the files of the run, in one order; those that a user has put there are left out."""
-        found = [path for path in sorted(self.run_dir.glob(pattern)) if path.name not in self.planted]
+        places = [self.run_dir, *([self.checkpoints] if self.in_store else [])]
+        paths = [path for place in places for path in sorted(place.glob(pattern))]
+        found = [path for path in paths if path.name not in self.planted]
         return [path for path in found if path.is_file() or (folders and path.is_dir())]
 
     @property
     def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
+        return self.root / "store/bucket/run" if self.in_store else self.run_dir / "checkpoints"
 
     def steps(self) -> list[int]:
         return sorted(

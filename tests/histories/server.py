@@ -163,6 +163,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     adapt()
     folder = Path(name)
+    world.register_store(folder / "history" / "store")
     warm_up(folder / "warm")
     forks.Forked.started = staticmethod(faults.start)
     gc.collect()

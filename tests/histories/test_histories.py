@@ -56,6 +56,8 @@ freezes = st.builds(
 
 
 class Histories(RuleBasedStateMachine):
+    """What happens to a run whose checkpoints are in a folder or in an object store."""
+
     history: History
 
     @initialize(fault=stops | kills)
@@ -74,6 +76,15 @@ class Histories(RuleBasedStateMachine):
     def damage(self, number: int, how: str, newest: bool) -> None:
         self.history.damage(number, how, newest)
 
+    def teardown(self) -> None:
+        try:
+            self.history.settle()
+        finally:
+            self.history.kill_all()
+            note("\n".join(self.history.log))
+
+
+class InFolder(Histories):
     @rule(fault=st.none() | stops | kills | refusals, ahead=st.sampled_from([0.0, 0.0, 3600.0]))
     def run(self, fault: dict[str, Any] | None, ahead: float) -> None:
         self.history.run(fault=fault, ahead=ahead)
@@ -122,37 +133,44 @@ class Histories(RuleBasedStateMachine):
     def move(self, copy: bool) -> None:
         self.history.move(copy)
 
-    def teardown(self) -> None:
-        try:
-            self.history.settle()
-        finally:
-            self.history.kill_all()
-            note("\n".join(self.history.log))
+
+class InStore(Histories):
+    @rule(fault=st.none() | stops | kills | refusals)
+    def run(self, fault: dict[str, Any] | None) -> None:
+        self.history.run(fault=fault)
+
+    @rule(frozen=freezes, then=st.none() | freezes)
+    def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
+        self.history.during(frozen, "run", then)
 
 
-def play(server: Server, histories: int, events: int, **options: Any) -> None:
+MACHINES = {"folder": InFolder, "store": InStore}
+
+
+def play(server: Server, place: str, histories: int, events: int, **options: Any) -> None:
     chosen = settings(
         max_examples=histories, stateful_step_count=events, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck), **options,
     )  # fmt: skip
 
     def begin() -> RuleBasedStateMachine:
-        machine = Histories()
-        machine.history = History(server)
+        machine = MACHINES[place]()
+        machine.history = History(server, in_store=place == "store")
         return machine
 
     run_state_machine_as_test(begin, settings=chosen)
 
 
 def test_random_histories(server: Server) -> None:
-    play(server, HISTORIES, EVENTS, derandomize=True, phases=[Phase.generate, Phase.shrink])
+    play(server, "folder", HISTORIES, EVENTS, derandomize=True, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.mark.soak
-def test_many_random_histories(server: Server) -> None:
+@pytest.mark.parametrize("place", MACHINES)
+def test_many_random_histories(server: Server, place: str) -> None:
     end, played = time.monotonic() + float(os.environ.get("HISTORIES_S", 300)), 0
     while time.monotonic() < end and played < int(os.environ.get("HISTORIES", 100_000)):
-        play(server, BATCH, MANY)
+        play(server, place, BATCH, MANY)
         played += BATCH
     print(f"\n{played} histories")
 
@@ -221,8 +239,9 @@ def test_histories_that_failed(play: Callable[[History], None], server: Server) 
         history.kill_all()
 
 
-def test_an_undisturbed_history(server: Server) -> None:
-    history = History(server)
+@pytest.mark.parametrize("in_store", [False, True], ids=MACHINES)
+def test_an_undisturbed_history(server: Server, in_store: bool) -> None:
+    history = History(server, in_store)
     history.run()
     history.run()
     history.settle()

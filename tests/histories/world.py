@@ -1,15 +1,23 @@
-"""What a history starts with: the user's model with a tokenizer, data and a recipe, all of it tiny."""
+"""What a history starts with: the user's model with a tokenizer, data and a recipe, all of it tiny; an object store."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import yaml
+from fsspec.implementations.local import LocalFileSystem
+
+from fsdptrain.run_folder import storage
 
 STEPS, EVERY, KEEP = 4, 1, 2
+URL = "az://bucket/run"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -75,3 +83,59 @@ def recipe(root: Path) -> dict[str, Any]:
         "log": {"trackers": [], "forecast": False},
         "launch": {"nproc_per_node": 1, "timeout_s": 200},
     }  # fmt: skip
+
+
+class FolderStore(LocalFileSystem):
+    """An object store in a folder, for `az://`: an object appears as a whole or not at all, and nothing is renamed.
+
+    The objects are files below `root`; what is being uploaded is beside it, where no object can be seen. A server for
+    S3 takes milliseconds for each request, and the library for it seconds until its first one.
+    """
+
+    protocol = ("az",)
+    root = "/"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        name = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
+        return f"{cls.root}/{name.removeprefix('az://')}".rstrip("/") if name.startswith("az://") else name.rstrip("/")
+
+    def unstrip_protocol(self, name: str) -> str:
+        return f"az://{name.removeprefix(f'{self.root}/')}"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Write an object; with the mode `create` raise FileExistsError if there is one."""
+        self._publish(path, lambda scratch: scratch.write_bytes(value), mode)
+
+    def put_file(self, lpath: str, rpath: str, callback: Any = None, **_: Any) -> None:
+        self._publish(rpath, lambda scratch: shutil.copyfile(lpath, scratch), "overwrite")
+        if callback is not None:
+            callback.relative_update(Path(lpath).stat().st_size)
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        self._publish(path2, lambda scratch: shutil.copyfile(path1, scratch), "overwrite")
+
+    def rm_file(self, path: str) -> None:
+        Path(path).unlink()
+
+    def _publish(self, path: str, write: Any, mode: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        uploads = Path(f"{self.root}.uploads")
+        uploads.mkdir(exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=uploads)
+        os.close(descriptor)
+        scratch = Path(name)
+        write(scratch)
+        if mode == "create":
+            try:
+                os.link(scratch, path)
+            finally:
+                scratch.unlink()
+        else:
+            scratch.replace(path)
+
+
+def register_store(root: Path) -> None:
+    FolderStore.root = str(root)
+    storage.MODULES["az"] = "fsspec"
+    fsspec.register_implementation("az", FolderStore, clobber=True)
