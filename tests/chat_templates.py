@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+
 
 @dataclass(frozen=True)
 class Family:
@@ -138,12 +140,6 @@ QWEN3 = (
     + QWEN_CALLS + "{{ '<|im_end|>\n' }}" + QWEN_RESULT + "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )  # fmt: skip
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}" + ALTERNATE + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 GEMMA3 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}"
     "{% set talk = messages[1:] %}{% else %}{% set first = '' %}{% set talk = messages %}{% endif %}"
@@ -212,14 +208,6 @@ EXAONE4 = (
     "{% else %}{{ m.content }}{% endif %}{{ '[|endofturn|]\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[|assistant|]\n<think>\n' + ('' if enable_thinking else '\n</think>\n\n') }}{% endif %}"
 )
-COMMAND_R = (
-    "{{ bos_token }}" + SYSTEM_APART + "{% if system %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
-    "{% for m in talk %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% else %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
-)
 COHERE = ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
           "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "<BOS_TOKEN>")  # fmt: skip
 COMMAND_A = (
@@ -284,21 +272,6 @@ HARMONY = (
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-ALPACA = (
-    "{{ bos_token }}" + SYSTEM_APART + "{{ (system or 'Below is an instruction.') + '\n\n' }}{% for m in talk %}"
-    "{% if m['role'] == 'user' %}{{ '### Instruction:\n' + m['content'] + '\n\n' }}"
-    "{% elif m['role'] == 'assistant' %}{{ '### Response:\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
-)
-VICUNA = (
-    "{{ bos_token }}"
-    + SYSTEM_APART
-    + "{{ (system or 'A chat between a user and an assistant.') + ' ' }}{% for m in talk %}"
-    "{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}"
-    "{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
-GRANITE_ROLE = "'<|start_of_role|>' + m['role'] + '<|end_of_role|>'"
 TULU = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
     "{% if not loop.last %}{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}"
@@ -306,7 +279,6 @@ TULU = (
     "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endif %}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
-PHI = ("<|end|>", "<|endoftext|>", "<|user|>", "<|system|>", "<|assistant|>")
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -316,6 +288,7 @@ MARKED = (
 THINK = "<think>\n\n</think>\n\n"
 
 FAMILIES = {
+    "plain": Family(PLAIN_CHAT_TEMPLATE, ("<|endoftext|>",), "{}<|endoftext|>"),
     "llama2": Family(LLAMA2, ("</s>", "<s>"), " {} </s>", bos="<s>", trims=True),
     "llama3": Family(LLAMA3, ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
                      "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True),
@@ -339,18 +312,9 @@ FAMILIES = {
     "mistral v1": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
                          "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}"
                          "{% endfor %}", ("</s>", "<s>"), "{}</s>", bos="<s>", system=False),
-    "mistral v2": Family(mistral("[INST] ", "' ' + m['content']"), INST, " {}</s>", bos="<s>"),
     "mistral v3": Family(mistral("[INST] ", "' ' + m['content'] | trim"), INST, " {}</s>", bos="<s>", trims=True,
                          call=MISTRAL_CALL),
     "mistral tekken": Family(mistral("[INST]", "m['content']"), INST, "{}</s>", bos="<s>", call=MISTRAL_CALL),
-    "pixtral": Family(SYSTEM_APART + "{{ bos_token }}{% for m in talk %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
-                      "{% if loop.last and system %}{{ '[INST]' + system + '\n\n' }}{% else %}{{ '[INST]' }}{% endif %}"
-                      "{% if m['content'] is not string %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"
-                      "{% else %}{{ m['content'] }}{% endif %}{{ '[/INST]' }}{% else %}"
-                      "{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>",
-                      system=False),  # it renders one in the last question alone, which training data has not
-    "gemma": Family(GEMMA, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
-                    trims=True, system=False),
     "gemma3": Family(GEMMA3, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
                      trims=True),
     "gemma4": Family(GEMMA4, ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>",
@@ -359,13 +323,7 @@ FAMILIES = {
                      call='<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_response>'),
     "phi3": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
                    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-                   (PHI[1], PHI[0], *PHI[2:]), "{}<|end|>"),
-    "phi4": Family(loop("{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}",
-                        after="<|im_start|>assistant<|im_sep|>"), (*CHATML_TOKENS, "<|im_sep|>"), "{}<|im_end|>"),
-    "phi4-mini": Family(loop("{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'system' and tools %}{{ m['content'] +"
-                             " '<|tool|>' + (tools | tojson) + '<|/tool|>' }}{% else %}{{ m['content'] }}{% endif %}"
-                             "{{ '<|end|>' }}", after="<|assistant|>"), PHI, "{}<|end|>"),
-    "command-r": Family(COMMAND_R, COHERE, "{}<|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>", trims=True),
+                   ("<|endoftext|>", "<|end|>", "<|user|>", "<|system|>", "<|assistant|>"), "{}<|end|>"),
     "command-a": Family(COMMAND_A, COHERE, "<|START_RESPONSE|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>",
                         call='<|START_ACTION|>[{"tool_name": "get_weather", "parameters": {"city": "Paris"}}]'
                         "<|END_ACTION|><|END_OF_TURN_TOKEN|>"),
@@ -385,29 +343,13 @@ FAMILIES = {
     "zephyr": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
                      "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}",
                      ("</s>",), "\n{}</s>"),
-    "vicuna": Family(VICUNA, ("</s>", "<s>"), " {}</s>", bos="<s>"),
-    "alpaca": Family(ALPACA, ("</s>", "<s>"), "{}</s>", bos="<s>"),
-    "solar": Family(loop("{% if m['role'] == 'system' %}{{ '### System:\n' + m['content'] + '\n\n' }}"
-                         "{% elif m['role'] == 'user' %}{{ '### User:\n' + m['content'] + '\n\n' }}"
-                         "{% else %}{{ '### Assistant:\n' + m['content'] + eos_token + '\n\n' }}{% endif %}",
-                         after="### Assistant:\n"), ("</s>",), "{}</s>"),
     "metharme": Family(METHARME, ("</s>", "<s>", "<|system|>", "<|user|>", "<|model|>"), "{}", last_turn="{}</s>", bos="<s>",
                        trims=True),
     "falcon": Family(loop("{{ m['role'] | capitalize + ': ' + m['content'] + '\n\n' }}", after="Assistant:"),
                      ("<|endoftext|>",), " {}"),
     "tulu": Family(TULU, ("</s>", "<s>"), "{}</s>", bos="<s>"),
-    "granite3": Family(loop("{{ " + GRANITE_ROLE + " + m['content'] + '<|end_of_text|>\n' }}",
-                            after="<|start_of_role|>assistant<|end_of_role|>"),
-                       ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), "{}<|end_of_text|>"),
     "glm4": Family(loop("{{ '<|' + m['role'] + '|>\n' + m['content'] }}", "[gMASK]<sop>", "<|assistant|>"),
                    ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|system|>", "<|assistant|>"), "\n{}"),
-    "openchat": Family(loop("{{ 'GPT4 Correct ' + m['role'].title() + ': ' + m['content'] + '<|end_of_turn|>' }}",
-                            "{{ bos_token }}", "GPT4 Correct Assistant:"), ("<|end_of_turn|>", "<s>"),
-                       " {}<|end_of_turn|>", bos="<s>"),
-    "nemotron": Family(SYSTEM_APART + "{{ '<extra_id_0>System\n' + system + '\n' }}{% for m in talk %}"
-                       "{{ '<extra_id_1>' + m['role'] | capitalize + '\n' + m['content'] + '\n' }}{% endfor %}"
-                       "{% if add_generation_prompt %}{{ '<extra_id_1>Assistant\n' }}{% endif %}",
-                       ("</s>", "<extra_id_0>", "<extra_id_1>"), "{}"),
     "gpt-oss": Family(HARMONY, ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
                       "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>",
                       call=' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
@@ -416,10 +358,6 @@ FAMILIES = {
         "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     ), ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
         "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>"),
-    "jamba": Family(loop("{{ '<|bom|><|' + m['role'] + '|> ' + m['content'] | trim + '<|eom|>' }}", "{{ bos_token }}",
-                         "<|bom|><|assistant|> "),
-                    ("<|endoftext|>", "<|startoftext|>", "<|bom|>", "<|eom|>", "<|user|>", "<|system|>", "<|assistant|>"),
-                    "{}<|eom|>", bos="<|startoftext|>", trims=True),
     "exaone": Family(loop("{% if loop.first and m['role'] != 'system' %}{{ '[|system|][|endofturn|]\n' }}{% endif %}"
                           "{{ '[|' + m['role'] + '|]' + m['content'] }}"
                           "{% if m['role'] == 'user' %}{{ '\n' }}{% else %}{{ '[|endofturn|]\n' }}{% endif %}",

@@ -35,16 +35,8 @@ ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value", "text")
 # Where data and templates have the thought of the assistant; the first is what rows are read to.
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_content", "thought", "thoughts")
 TRAINED_IF = (
-    "weight",
-    "loss",
-    "loss_weight",
-    "loss_mask",
-    "train",
-    "training",
-    "trainable",
-    "trained",
-    "train_on_turn",
-)
+    "weight", "loss", "loss_weight", "loss_mask", "train", "training", "trainable", "trained", "train_on_turn",
+)  # fmt: skip
 MASKED_IF = ("masked", "is_masked", "ignore_loss")
 # Their meaning depends on the tool (`mask`), or parts of a message are trained.
 UNCLEAR_FLAGS = ("mask", "train_on", "train_detail", "training_detail")
@@ -441,20 +433,21 @@ def describe_columns(path: DataPath, data: Data) -> str:
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
-def prompt_and_trained(row: dict[str, Any], data: Data) -> tuple[str, str]:
-    """Return the two parts of a row of texts: its prompt with the separators, empty without one, and its last field.
+def prompts_and_trained(row: dict[str, Any], data: Data) -> list[tuple[str, str]]:
+    """Return the parts of a row of texts: its prompt with the separators, empty without one, and its last field.
 
-    Of a pair it is the chosen answer.
+    Of a pair they are the prompt and each of its answers.
     """
     if data.format.is_paired:
-        return row["prompt"], row["chosen"]
+        return [(row["prompt"], row[field]) for field in data.format.fields]
     *before, trained = data.format.fields
-    return "".join(row[field] + data.separator for field in before), row[trained]
+    return [("".join(row[field] + data.separator for field in before), row[trained])]
 
 
 def seam_without_space(rows: list[dict[str, Any]], data: Data) -> str | None:
     """Return the first place where no white space separates a prompt and its completion; None if there is none."""
-    for prompt, completion in (prompt_and_trained(row, data) for row in rows if "place" not in row):
+    texts = (prompts_and_trained(row, data)[0] for row in rows if "place" not in row)
+    for prompt, completion in texts:
         if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
             return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
     return None

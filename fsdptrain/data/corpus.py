@@ -17,6 +17,7 @@ import functools
 import hashlib
 import heapq
 import itertools
+import json
 import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
@@ -24,6 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
@@ -31,15 +33,61 @@ import torch
 
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.schema import Data
-from fsdptrain.data.token_store import TokenArray
+from fsdptrain.data.cache import PARTS_FILE
 
+Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Flags = TokenArray | np.ndarray[Any, Any]
+TOKENS, FLAGS = np.dtype(np.uint32), np.dtype(np.bool_)
 IGNORED = -100  # the label of a position that carries no loss
 SHOWN = 1600  # characters of a row that are shown, about
 WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a sequence
 CHUNK = 2**16  # pieces whose labels are counted at a time: a Python number takes more memory than one in an array
 TRIED = 4  # pieces that it tries to complete with another
+
+
+class TokenArray:
+    """The arrays of several files as one [T], of which a slice is a part of a row and reads no more than it needs."""
+
+    def __init__(self, folder: Path, stream: str) -> None:
+        """`stream`: tokens or trained. `folder` is one of the cache, with PARTS_FILE (see `data.prepare`)."""
+        parts = json.loads((folder / PARTS_FILE).read_text(encoding="utf-8"))
+        self.dtype = {"tokens": TOKENS, "trained": FLAGS}[stream]
+        self.starts = np.cumsum([0, *(count for _, count, _ in parts)])
+        self.files = [
+            folder / f"{stream}-{number}.bin" if is_copied else folder.parent.parent / name / f"{stream}.bin"
+            for number, (name, _, is_copied) in enumerate(parts)
+        ]
+        self.folders = [folder, *(folder.parent.parent / name for name, *_ in parts)]  # of the cache, with parts
+        self._opened: dict[int, Array] = {}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return len(self) * self.dtype.itemsize
+
+    def __getitem__(self, wanted: slice) -> Array:
+        start, stop, _ = wanted.indices(len(self))
+        # A last piece of one token predicts the empty slice at the very end: it is of the last file.
+        first = min(int(np.searchsorted(self.starts, start, side="right")), len(self.files)) - 1
+        begin, end = self.starts[first : first + 2].tolist()
+        assert stop <= end, "a row is in one file"
+        return self._open(first)[start - begin : stop - begin]
+
+    def open_files(self) -> None:
+        """Open all files, so that they can be read after they were removed."""
+        for number in range(len(self.files)):
+            self._open(number)
+
+    def _open(self, number: int) -> Array:
+        if number not in self._opened:  # a plain array: slicing a memory map takes ten times as long
+            self._opened[number] = np.asarray(np.memmap(self.files[number], self.dtype, "r"))
+        return self._opened[number]
+
+
+Flags = TokenArray | Array
 
 
 class Batch(TypedDict):
@@ -71,17 +119,17 @@ class EncodedRows:
     `unread`: what the rows hold that is not read → how often, and the place of the first.
     """
 
-    tokens: TokenArray | np.ndarray[Any, Any]
-    trained: TokenArray | np.ndarray[Any, Any]
+    tokens: TokenArray | Array
+    trained: TokenArray | Array
     ends: Ints
-    lengths: np.ndarray[Any, Any]
+    lengths: Array
     notes: dict[str, int]
     seq_len: int
     pad: int
     fingerprint: str
     name: str
     digest: str
-    conversations: np.ndarray[Any, Any] | None = field(default=None, kw_only=True)
+    conversations: Array | None = field(default=None, kw_only=True)
     paired: bool = field(default=False, kw_only=True)
     unread: dict[str, tuple[int, str]] = field(default_factory=dict, kw_only=True)
 
@@ -104,7 +152,7 @@ class Corpus(EncodedRows):
     offsets: Ints
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
-    reference: np.ndarray[Any, Any] | None = None
+    reference: Array | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

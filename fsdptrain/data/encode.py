@@ -22,9 +22,8 @@ from tokenizers import Tokenizer
 
 from fsdptrain.config.mixture import prompt_source
 from fsdptrain.config.schema import Data, Recipe
-from fsdptrain.data.chat import ConversationRenderer
-from fsdptrain.data.columns import prompt_and_trained
-from fsdptrain.data.turn_spans import Message, Span
+from fsdptrain.data.chat import ConversationRenderer, Rendered
+from fsdptrain.data.columns import Message, prompts_and_trained
 from fsdptrain.errors import DataError, Problem, RecipeError, first_line, is_panic
 from fsdptrain.text import counted
 
@@ -80,55 +79,35 @@ class Encoder:
 
         The two answers of a pair, which follow one another, are kept or dropped together.
         """
-        form = self.data.format
-        encode = self._pairs if form.is_paired else self._conversations if form.is_chat else self._texts
-        for whole in zip(*[encode(rows)] * form.rows, strict=True):
-            self.lengths.append(sum(len(ids) for ids, _ in whole))
-            if all(TRAINED in mask[1:] for _, mask in whole):
-                self.conversations.extend([self.conversation] * len(whole))
-                yield from whole
-            else:
-                self.dropped += 1
-
-    def _texts(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        parts = [prompt_and_trained(row, self.data) for row in rows]
-        texts = [prompt + trained for prompt, trained in parts]
-        if self.data.train_on == "all" or not self.data.format.has_prompt:
-            for ids in self._encode(texts):
-                yield self._with_begin_and_end(ids, b"\1" * len(ids))
-            return
-        spans = [[(len(prompt), len(text))] for (prompt, _), text in zip(parts, texts, strict=True)]
-        for ids, mask in self._encode_masked(texts, spans):
-            yield self._with_begin_and_end(ids, mask)
-
-    def _conversations(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
-        assert self.render_conversation is not None
-        rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]
-        texts, spans = zip(*itertools.chain.from_iterable(rendered), strict=True)
-        encoded = self._encode_masked(texts, spans)
-        for made in rendered:
+        rendered = [self._render(row) for row in rows]
+        encoded = self._encode_masked([each for made in rendered for each in made])
+        for row, made in zip(rows, rendered, strict=True):
             self.conversation += 1
-            yield from itertools.islice(encoded, len(made))
+            found: Iterator[Row] = itertools.islice(encoded, len(made))
+            if "place" not in row:  # for a conversation, the template decides what begins and ends it
+                found = itertools.starmap(self._with_begin_and_end, found)
+            for whole in zip(*[found] * self.data.format.rows, strict=True):
+                self.lengths.append(sum(len(ids) for ids, _ in whole))
+                if all(TRAINED in mask[1:] for _, mask in whole):
+                    self.conversations.extend([self.conversation] * len(whole))
+                    yield from whole
+                else:
+                    self.dropped += 1
 
-    def _pairs(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        parts = [(row, row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")]
-        spans_of: list[list[Span]] = []
-        texts = []
-        for row, prompt, answer in parts:
-            text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
-            if "place" in row:
-                if self.render_conversation is None:
-                    raise DataError(
-                        f"{row['place']}: the tokenizer has no chat template, which messages need: set "
-                        "data.chat_template"
-                    )
-                [(text, spans)] = self.render_conversation(text, row.get("tools"), row["place"], len(prompt))
-            texts.append(text)
-            spans_of.append(spans)
-        encoded = self._encode_masked(texts, spans_of)
-        for (row, *_), (ids, mask) in zip(parts, encoded, strict=True):
-            yield (ids, mask) if "place" in row else self._with_begin_and_end(ids, mask)
+    def _render(self, row: dict[str, Any]) -> list[Rendered]:
+        """Return the texts that a row becomes, with the spans to train: a pair two, a conversation perhaps several."""
+        data, form, render = self.data, self.data.format, self.render_conversation
+        if "place" in row:
+            if render is None:
+                raise DataError(
+                    f"{row['place']}: the tokenizer has no chat template, which messages need: set data.chat_template"
+                )
+            prompt = row["prompt"] if form.is_paired else []
+            talks = [prompt + row[field] for field in form.fields]
+            return [each for talk in talks for each in render(talk, row.get("tools"), row["place"], len(prompt))]
+        is_all = not form.is_paired and (data.train_on == "all" or not form.has_prompt)
+        parts = prompts_and_trained(row, data)
+        return [(before + last, [(0 if is_all else len(before), len(before + last))]) for before, last in parts]
 
     def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
         """Add the tokens that the tokenizer puts before every text, and a trained end of sequence, where missing."""
@@ -140,26 +119,28 @@ class Encoder:
         # Without offsets and attention masks, which takes half the time.
         return (found.ids for found in encoded_apart(self.backend.encode_batch_fast, texts, self.tick))
 
-    def _encode_masked(self, texts: Sequence[str], spans_of: Sequence[list[Span]]) -> Iterator[Row]:
+    def _encode_masked(self, rendered: list[Rendered]) -> Iterator[Row]:
         """Encode texts; the tokens inside one of a text's spans are trained."""
-        edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
-        for (ids, counts), edges, spans in zip(self._locate(texts, edges_of), edges_of, spans_of, strict=True):
+        texts = [text for text, _ in rendered]
+        if all(span == (0, len(text)) for text, spans in rendered for span in spans):
+            for (_, spans), ids in zip(rendered, self._encode(texts), strict=True):
+                yield ids, (b"\1" if spans else b"\0") * len(ids)
+            return
+        every = encoded_apart(self.backend.encode_batch, texts, self.tick)
+        for (text, spans), found in zip(rendered, every, strict=True):
+            edges = sorted({edge for span in spans for edge in span})
+            ids, counts = self._locate(found, text, edges)
             before = dict(zip(edges, counts, strict=True))
             mask = bytearray(len(ids))
             for a, b in spans:
                 mask[before[a] : before[b]] = b"\1" * (before[b] - before[a])
             yield ids, bytes(mask)
 
-    def _locate(self, texts: Sequence[str], edges_of: list[list[int]]) -> Iterator[Located]:
-        for found, text, wanted in zip(
-            encoded_apart(self.backend.encode_batch, texts, self.tick), texts, edges_of, strict=True
-        ):
-            edges = [self._beside_added(found, edge, text) for edge in wanted]
-            counts = [_tokens_before(found, edge, len(text)) for edge in edges]
-            if None not in counts:
-                yield found.ids, [count for count in counts if count is not None]
-            else:
-                yield self._encode_in_parts(found, text, edges)
+    def _locate(self, found: Any, text: str, edges: list[int]) -> Located:
+        edges = [self._beside_added(found, edge, text) for edge in edges]
+        counts = [_tokens_before(found, edge, len(text)) for edge in edges]
+        located = [count for count in counts if count is not None]
+        return (found.ids, located) if len(located) == len(edges) else self._encode_in_parts(found, text, edges)
 
     def _beside_added(self, found: Any, edge: int, text: str) -> int:
         """Return an edge in the white space that an added token takes (`lstrip`, `rstrip`) as one beside that token."""

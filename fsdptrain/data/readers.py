@@ -25,7 +25,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import has_magic
@@ -81,17 +81,13 @@ class EmptyFile(DataError):
     """A file without rows: not an error beside other files."""
 
 
-class BrokenRows(DataError):
-    """Rows that are not what the recipe says they are; rows behind them may be broken too."""
-
-
-def broken_rows_error(broken: list[DataError], read: int) -> BrokenRows:
+def broken_rows_error(broken: list[DataError], read: int) -> DataError:
     """Return one error for these broken rows, up to MOST_BROKEN of them; `read` rows were read after the first."""
     lines = [str(each) for each in broken[:MOST_BROKEN]]
     if len(broken) > MOST_BROKEN:
         among = f" in the {read + 1:,} rows from there, after which reading stopped" if read >= READ_ON else ""
         lines.append(f"{len(broken):,} broken rows{among}, of which the first {MOST_BROKEN} are listed")
-    return BrokenRows("\n  ".join(lines))
+    return DataError("\n  ".join(lines))
 
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -101,28 +97,25 @@ csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own lim
 class Source:
     """One file or Hub data set: its name for errors, its columns, its row count, and a reader of some columns.
 
-    `rows` can be pickled. It reads what is between two of the `cuts`, of which the list is complete unless the rows of
-    a file of JSON lines have to be found first. `selects`: its rows have the wanted columns alone. `sampled`: `columns`
-    are those of the first rows, and `whole` reads all of the file.
+    `count` is None where rows have to be read to be counted. `rows` can be pickled. It reads what is between two of the
+    `cuts`, of which the list is complete unless the rows of a file of JSON lines have to be found first. `selects`: its
+    rows have the wanted columns alone. `sampled`: `columns` are those of the first rows, and `whole` reads all of the
+    file.
     """
 
     name: str
     columns: list[str]
-    count: int
+    count: int | None
     rows: Callable[..., Rows]
     cuts: Sequence[Cut] = ()
-    is_counted: bool = True
     selects: bool = False
     sampled: bool = False
     whole: Callable[..., Rows] | None = None
 
-    def __len__(self) -> int:
-        return self.count
-
     def between(self, start: Cut, stop: Cut | None) -> Source:
         """Return the part of the source between two cuts; None is its end."""
         rows = self.rows if (start, stop) == (BEGIN, None) else partial(self.rows, start=start, stop=stop)
-        count = (stop[1] if stop else self.count) - start[1] if self.is_counted else self.count
+        count = None if self.count is None else (stop[1] if stop else self.count) - start[1]
         return replace(self, rows=rows, count=count, cuts=(), whole=self.whole or self.rows)
 
     def has(self, column: str) -> bool:
@@ -133,8 +126,8 @@ class Source:
         return any(isinstance(row, dict) and column in row for _, row in rows)
 
     def counted(self) -> int:
-        """Return the number of rows, which are read unless it is known."""
-        return self.count if self.is_counted else sum(1 for _ in self.rows(self.columns))
+        """Return the number of rows, which are read unless it is known; a broken one counts, too."""
+        return sum(1 for _ in self.rows(self.columns)) if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -157,8 +150,8 @@ def file_errors(file: object) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def open_file(file: DataFile, count_rows: bool = True) -> Source:
-    """Open a data file by its suffix; without `count_rows` a text file's count is 1 as soon as it has a row.
+def open_file(file: DataFile) -> Source:
+    """Open a data file by its suffix.
 
     Raises DataError for an unreadable, empty or unsupported file, naming the line where there is one.
     """
@@ -176,10 +169,10 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
         reader = _TEXT_READERS[kind]
         is_table = kind in (".csv", ".tsv")
         columns = next(_table(file), []) if is_table else _columns_of_first(reader(file))
-        count = sum(1 for _ in reader(file)) if count_rows else sum(1 for _ in islice(reader(file), 1))
-        rows = partial(_read_text, kind, file)
-        source = Source(str(file), columns, count, rows, is_counted=count_rows, sampled=not is_table)
-    if source.count < 1:  # the count in a damaged parquet file may even be negative
+        is_empty = next(reader(file), None) is None
+        count = 0 if is_empty else None
+        source = Source(str(file), columns, count, partial(reader, file), sampled=not is_table)
+    if source.count is not None and source.count < 1:  # the count in a damaged parquet file may even be negative
         raise EmptyFile(f"{file} has no rows")
     return source
 
@@ -237,7 +230,7 @@ def _lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Itera
                 yield number, text
 
 
-def _json_lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
+def _json_lines(file: DataFile, columns: object = None, start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
     for number, line in _lines(file, start, stop):
         if line.strip():
             place = f"{file}:{number}"
@@ -249,7 +242,7 @@ def _json_lines(file: DataFile, start: Cut = BEGIN, stop: Cut | None = None) -> 
                 yield place, _object_or_broken(value, place)
 
 
-def _json(file: DataFile) -> Rows:
+def _json(file: DataFile, columns: object = None) -> Rows:
     """Yield the rows of a list of objects, of one object, or of JSON lines, which are often named .json."""
     first = next((line for _, line in _lines(file) if line.strip()), "")
     if not first.lstrip().startswith("["):
@@ -313,7 +306,7 @@ def _table(file: DataFile, strict: bool = False) -> Any:
     return csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=strict)
 
 
-def _csv(file: DataFile) -> Rows:
+def _csv(file: DataFile, columns: object = None) -> Rows:
     reader = _table(file, strict=True)
     number = 1
     try:
@@ -330,18 +323,15 @@ def _csv(file: DataFile) -> Rows:
         raise DataError(f"{file}:{number}: not CSV: {error}") from None
 
 
-def _document(file: DataFile) -> Rows:
+def _document(file: DataFile, columns: object = None) -> Rows:
     text = _full_text(file)
     yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 
-_TEXT_READERS: dict[str, Callable[..., Rows]] = {
+_TEXT_READERS: dict[str, Callable[..., Rows]] = {  # they read all columns, whichever are wanted
+
     ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _document, ".text": _document,
 }  # fmt: skip
-
-
-def _read_text(kind: str, file: DataFile, columns: list[str], **part: Cut | None) -> Rows:
-    return _TEXT_READERS[kind](file, **part)
 
 
 def _read_parquet(file: DataFile, columns: list[str], start: Cut = BEGIN, stop: Cut | None = None) -> Rows:
@@ -375,26 +365,21 @@ def _open_parquet(file: DataFile) -> Source:
 
 
 @dataclass(frozen=True)
-class DataObject:
-    """An object as the store listed it."""
+class DataObject(DataFile):
+    """An object as the store listed it. `path` is that of its copy in the cache, which exists if it is complete."""
 
-    place: ObjectPath
+    place: ObjectPath = field(compare=False)
     size: int
     etag: str
 
-    def __str__(self) -> str:
-        return str(self.place)
-
-    @property
-    def copy(self) -> Path:
-        """Its copy in the cache, which exists only if it is complete."""
-        return cache_dir("objects") / key_digest([str(self.place), self.size, self.etag])
+    def __reduce__(self) -> Any:  # the processes that encode need the copy alone
+        return DataFile, (self.path, self.name)
 
     @property
     def is_here(self) -> bool:
         """Whether the cache has a copy."""
         try:
-            return self.copy.stat().st_size == self.size
+            return self.path.stat().st_size == self.size
         except OSError:
             return False
 
@@ -444,10 +429,11 @@ def _find(root: ObjectPath) -> dict[str, DataObject]:
             continue
         names.setdefault(above[-1] if above else "", set()).add(parts[-1])
         if (matches(key) or data_kind(key)) and parts[-1]:
-            place = ObjectPath(root.fs, key)
-            found[key] = DataObject(place, info["size"], _etag(info))
-            if not found[key].etag:
+            place, size, etag = ObjectPath(root.fs, key), info["size"], _etag(info)
+            if not etag:
                 raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
+            path = cache_dir("objects") / key_digest([str(place), size, etag])
+            found[key] = DataObject(path, str(place), place, size, etag)
     if not names:
         raise FileNotFoundError(root.key)
     for parent, inside in names.items():
@@ -476,12 +462,13 @@ def _etag(info: dict[str, Any]) -> str:
     return str(info.get("ETag") or info.get("etag") or "").strip('"')
 
 
-def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -> None:
+def fetch(files: Iterable[DataFile], progress: Progress = lambda *_: None) -> None:
     """Download the objects of which the cache has no copy; other processes of the node wait for the one that does.
 
     Raises NoData when the store refuses or does not answer, DataError when an object changes during the download, and
     CheckpointError when the disk is too small. What was complete then stays in the cache.
     """
+    objects = [each for each in files if isinstance(each, DataObject)]
     if all(each.is_here for each in objects):
         return
     folder, name = cache_dir("objects"), key_digest(str(objects[0].place))
@@ -519,7 +506,7 @@ def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) 
     with ThreadPoolExecutor(AT_ONCE, "download") as pool:
         sent = collections.deque(pool.submit(_read, *request) for request in islice(requests, AT_ONCE))
         for each in objects:
-            path = scratch / each.copy.name
+            path = scratch / each.path.name
             with path.open("wb") as file:
                 for _ in range(0, each.size, REQUEST_BYTES):
                     while not wait([sent[0]], POLL_S).done:
@@ -529,7 +516,7 @@ def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) 
                 file.flush()
                 os.fsync(file.fileno())
             _reject_changed(each, path.stat().st_size)
-            path.replace(each.copy)
+            path.replace(each.path)
             report()
 
 

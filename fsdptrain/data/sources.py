@@ -220,12 +220,12 @@ def data_files(path: str) -> list[Path]:
     return wanted
 
 
-def _found(path: DataPath) -> list[DataFile | DataObject]:
+def _found(path: DataPath) -> list[DataFile]:
     """Return the files and objects behind every place of a path, each once; none for a Hub data set.
 
     Of a folder with several splits, they are those of the split to train on.
     """
-    found: dict[str, DataFile | DataObject] = {}
+    found: dict[str, DataFile] = {}
     for place in places(path):
         splits = _by_split(place)
         for split in _splits_to_train(splits, place) if splits else ():
@@ -233,14 +233,14 @@ def _found(path: DataPath) -> list[DataFile | DataObject]:
     return list(found.values())
 
 
-def _by_split(place: str) -> dict[str, dict[str, DataFile | DataObject]]:
+def _by_split(place: str) -> dict[str, dict[str, DataFile]]:
     """Return the files and objects behind a place by split and name; what is not in a folder is of one split, ''.
 
     Files that describe the data in a folder are left out, and hidden ones, such as an editor's copies of others.
     """
     objects = {str(each): each for each in list_objects(place)} if URL.fullmatch(place) else {}
     files = {str(file): DataFile(file, str(file)) for file in data_files(place)} if not objects else {}
-    splits: dict[str, dict[str, DataFile | DataObject]] = {}
+    splits: dict[str, dict[str, DataFile]] = {}
     folder = place.rstrip("/") + "/"
     for name, each in (files | objects).items():
         inside = name.removeprefix(folder)
@@ -292,33 +292,21 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
     Raises as `data_files`, `list_objects` and `fetch` do.
     """
     found = _found(path)[:limit]
-    fetch([each for each in found if isinstance(each, DataObject)], progress)
-    return [_downloaded(each) for each in found]
+    fetch(found, progress)
+    return found
 
 
 def file_sizes(path: DataPath) -> dict[str, int]:
-    """Return the bytes of every file behind a path, by its name or URL; nothing is downloaded."""
+    """Return the bytes of every file behind a path by its name or URL, {} for a Hub data set; nothing is downloaded."""
     found = _found(path)
     return dict((str(e), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
 
 
-def count_files(path: DataPath) -> int:
-    """Return the number of files behind a path; 0 for a Hub data set."""
-    return len(_found(path))
+Stamp = tuple[str, int, int]  # of a data file: name, bytes, mtime in ns
 
 
-def bytes_to_download(path: DataPath) -> int:
-    """Return the bytes of the objects behind a path of which the cache has no copy; 0 for anything else."""
-    return sum(each.size for each in data_objects(path) if not each.is_here)
-
-
-def data_stamps(path: DataPath) -> list[tuple[str, int, int]]:
-    """Return (name, bytes, mtime in ns) of every data file, to compare before and after reading them."""
-    return [stamp(file) for file in readable_files(path)]
-
-
-def stamp(file: DataFile) -> tuple[str, int, int]:
-    """Return (name, bytes, mtime in ns) of a data file."""
+def stamp(file: DataFile) -> Stamp:
+    """Return name, bytes and mtime of a data file."""
     with file_errors(file):
         status = file.path.stat()
     return file.name, status.st_size, status.st_mtime_ns
@@ -353,8 +341,7 @@ def contents(path: DataPath) -> dict[DataFile, Content]:
 
     From QUICKLY_READ on it is cached: that of each large file by itself, that of all others together.
     """
-    objects: dict[str, list[Any]] = {str(e): [str(e), e.size, e.etag, [0]] for e in data_objects(path)}
-    states = {file: objects.get(file.name) or _state(file) for file in readable_files(path)}
+    states = {file: _state(file) for file in readable_files(path)}
     large = [file for file, (_, size, *_) in states.items() if size >= QUICKLY_READ]
     groups = [[file] for file in large] + [[file for file in states if file not in set(large)]]
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:  # hashing leaves the GIL
@@ -379,8 +366,10 @@ def _contents(files: list[DataFile], states: dict[DataFile, list[Any]]) -> dict[
 def _state(file: DataFile) -> list[Any]:
     """Return name, bytes, inode, and when content and status were changed in ns: no write leaves all of them.
 
-    The file is opened, because a client of NFS trusts what it knows of files that are not.
+    The file is opened, because a client of NFS trusts what it knows of files that are not. An object never changes.
     """
+    if isinstance(file, DataObject):
+        return [file.name, file.size, file.etag, [0]]
     with file_errors(file), file.path.open("rb") as stream:
         status = os.fstat(stream.fileno())
     return [file.name, status.st_size, status.st_ino, [status.st_mtime_ns, status.st_ctime_ns]]
@@ -413,7 +402,7 @@ def quick_fingerprint(path: DataPath, budget: int) -> str:
         raise NoData(f"data.path: {shortened(', '.join(places(path)))!r} was not found")
     listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, DataObject)]
     digest.update(json.dumps(listed).encode())
-    files = [stamp(file) for file in found if isinstance(file, DataFile)]
+    files = [stamp(file) for file in found if not isinstance(file, DataObject)]
     whole = sum(size for _, size, _ in files) <= budget
     for name, size, _ in files:
         digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
@@ -436,42 +425,32 @@ def open_sources(path: DataPath) -> list[Source]:
     return list(opened_files(path).values())
 
 
-def opened_files(path: DataPath, count_rows: bool = True) -> dict[DataFile, Source]:
+def opened_files(path: DataPath) -> dict[DataFile, Source]:
     """Open every file of local paths and URLs; raises as `open_sources` does."""
     _check_places(path)
-    return dict(_open_files(readable_files(path), count_rows))
+    return dict(_open_files(readable_files(path)))
 
 
 def first_source(path: DataPath) -> Source:
-    """Open the first file with rows behind a path without counting them; raises as `open_sources` does."""
+    """Open the first file with rows behind a path; raises as `open_sources` does."""
     if is_hub_data(path):
         return open_hub_data(path)
     _check_places(path)
-    return next(_open_files(map(_downloaded, _found(path)), count_rows=False))[1]
+    return next(_open_files(_found(path)))[1]
 
 
-def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[tuple[DataFile, Source]]:
-    empty = []
-    opened = False
+def _open_files(files: Iterable[DataFile]) -> Iterator[tuple[DataFile, Source]]:
+    empty, opened = list[EmptyFile](), False
     for file in files:
+        fetch([file])
         try:
-            source = open_file(file, count_rows)
+            yield file, open_file(file)
+            opened = True
         except EmptyFile as error:
             empty.append(error)
-            continue
-        opened = True
-        yield file, source
     if not opened:
-        raise DataError(
-            str(empty[0]) if len(empty) == 1 else f"all {len(empty)} files are empty; the first: {empty[0]}"
-        )
-
-
-def _downloaded(found: DataFile | DataObject) -> DataFile:
-    if isinstance(found, DataFile):
-        return found
-    fetch([found])
-    return DataFile(found.copy, str(found))
+        all_empty = f"all {len(empty)} files are empty; the first: {empty[0]}"
+        raise DataError(str(empty[0]) if len(empty) == 1 else all_empty)
 
 
 def _check_places(path: DataPath) -> None:

@@ -22,11 +22,11 @@ from fsdptrain.checkpoint.manifest import is_model
 from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.config.mixture import MixtureSource, prompt_source, source_named
 from fsdptrain.config.schema import Data
+from fsdptrain.data.columns import Message
 from fsdptrain.data.encode import end_tokens, prompt_tokens, renders_chat
 from fsdptrain.data.hub import model_revision, recipe_errors, reject_symlinks_outside
-from fsdptrain.data.resume_pins import pin_date
 from fsdptrain.data.tokenizer import open_tokenizer, own_code_note
-from fsdptrain.data.turn_spans import Message
+from fsdptrain.data.windows import pin_date
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import position_limit
 from fsdptrain.plan.plan import Plan, open_plan

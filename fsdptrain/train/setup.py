@@ -48,9 +48,8 @@ from fsdptrain.data.corpus import Corpus, Mixture, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.prepare import open_stream, reading_notes, row_notes
-from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
-from fsdptrain.data.windows import WindowStream, windows_note
+from fsdptrain.data.windows import WindowStream, date_note, pin_commits, pin_date, windows_note
 from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import attention, varlen

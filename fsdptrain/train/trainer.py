@@ -29,7 +29,7 @@ from fsdptrain.text import ranks_text
 from fsdptrain.train.nonfinite import find_sources, find_weights
 from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.pace import NOTICED_S, Pace, Recording, StopPoll, count_within
-from fsdptrain.train.prefetch import Prefetch, StepInputs
+from fsdptrain.train.prefetch import Prefetch, StepInputs, WindowBarrier
 from fsdptrain.train.reference import with_reference
 from fsdptrain.train.setup import (
     Inputs,
@@ -46,7 +46,6 @@ from fsdptrain.train.setup import (
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
-from fsdptrain.train.window_barrier import WindowBarrier
 
 GC_EVERY = 500  # steps
 LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur

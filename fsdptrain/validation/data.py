@@ -21,10 +21,9 @@ from fsdptrain.data.corpus import Corpus, Stream
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.prepare import errors_of, open_rows, prepare, reading_notes, row_notes
-from fsdptrain.data.resume_pins import date_note, pin_commits, pin_date
-from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
+from fsdptrain.data.sources import data_objects, file_sizes, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
-from fsdptrain.data.windows import of_first_window, windows_note
+from fsdptrain.data.windows import date_note, of_first_window, pin_commits, pin_date, windows_note
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
@@ -75,7 +74,8 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
 
 def _files_to_read(plan: Plan, findings: Findings) -> int | None:
     """Return how many files of data.path to read: all (None), 1 or 0 if they would be a large download."""
-    left = sum(bytes_to_download(path) for path in (*plan.data_paths, plan.eval_path) if path)
+    paths = [path for path in (*plan.data_paths, plan.eval_path) if path]
+    left = sum(each.size for path in paths for each in data_objects(path) if not each.is_here)
     if left <= LARGEST_DOWNLOAD:
         return None
     first = (each for path in plan.data_paths for each in data_objects(path)[:1])
@@ -97,7 +97,7 @@ def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
     if path is None or is_hub_data(path):
         return plan
     with findings.continue_on_error():
-        if count_files(path):
+        if file_sizes(path):
             return plan
         raise NoData(f"data.eval.path: {path!r} was not found")
     data = dataclasses.replace(plan.recipe.data, eval=None)
@@ -117,7 +117,7 @@ def _check_rows_of(source: MixtureSource, named: bool, findings: Findings) -> di
         findings.add_note(
             f"{name}no white space between prompt and completion, for example in {seam}; set data.separator to add some"
         )
-    reading = {"path": data.path, "files": count_files(data.path), "columns": columns, "needed": needed}
+    reading = {"path": data.path, "files": len(file_sizes(data.path)), "columns": columns, "needed": needed}
     return {**({"name": source.name} if named else {}), **reading}
 
 
@@ -327,8 +327,10 @@ def _rows_to_choose_from(plan: Plan, seq_len: int, findings: Findings) -> RowLen
         return rows
     day = pin_date(plan, tokenizer, plan.rundir, keep=False)
     encoded = open_rows(plan.data_path, data, tokenizer, MOST_ROWS, findings.send_progress, day)
-    is_all = encoded.notes["rows"] < MOST_ROWS
-    return RowLengths(encoded.lengths, len(encoded.lengths) if is_all else sum(map(len, open_sources(plan.data_path))))
+    available = len(encoded.lengths)
+    if encoded.notes["rows"] >= MOST_ROWS:
+        available = sum(source.counted() for source in open_sources(plan.data_path))
+    return RowLengths(encoded.lengths, available)
 
 
 def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
@@ -336,7 +338,7 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
     data, lengths = plan.recipe.data, []
     readable_files(plan.data_path, progress=findings.send_progress)
     sources = open_sources(plan.data_path)
-    available = sum(map(len, sources))
+    available = sum(source.counted() for source in sources)
     for batch in read_rows(sources, data, MOST_ROWS):
         for row in batch:
             texts = [str(row[field]) for field in data.format.fields]

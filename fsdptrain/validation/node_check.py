@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptrain.checkpoint.nodes import DATA, FOLDER, GPUS, PLAN, file_to_see, sees, shared_folder
 from fsdptrain.checkpoint.resume import describe_changes, plan_changes
 from fsdptrain.data.hub import go_offline_if_unreachable
-from fsdptrain.data.resume_pins import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
+from fsdptrain.data.windows import pin_commits
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, listed, to_record
 from fsdptrain.failures.translate import as_fsdptrain_error, write_error_file
 from fsdptrain.parallel.world import World, check_hosts_of_copies, open_tcp_store

@@ -137,7 +137,9 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def encoded(tokenizer: Any, rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], bytes]]:
     """Return rows as tokens and flags; checks that none is dropped."""
-    found = list(Encoder(tokenizer, Data(seq_len=10**6, **data))([{"place": "rows.jsonl:1", **row} for row in rows]))
+    places = [{"place": "rows.jsonl:1"} if "messages" in row else {} for row in rows]
+    encoder = Encoder(tokenizer, Data(seq_len=10**6, **data))
+    found = list(encoder([place | row for place, row in zip(places, rows, strict=True)]))
     assert len(found) == len(rows)
     return found
 

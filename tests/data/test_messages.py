@@ -14,7 +14,6 @@ from test_chat import TOOLS, tokenizer_of
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import Unread, likely_format, read_rows
-from fsdptrain.data.encode import Encoder
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, open_sources
 from fsdptrain.errors import DataError
@@ -26,7 +25,6 @@ CALLING = {"role": "assistant", "tool_calls": [CALL]}
 
 
 def put(tmp_path: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> str:
-    """Write rows as JSON lines."""
     (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(tmp_path / name)
 
@@ -44,7 +42,6 @@ def read(path: str, template: str | None = None, **data: Any) -> tuple[list[dict
 
 
 def chat(*messages: dict[str, Any], **row: Any) -> dict[str, Any]:
-    """Return a row of chat."""
     return {"messages": list(messages), **row}
 
 
@@ -53,140 +50,101 @@ def talk(*messages: dict[str, Any]) -> dict[str, Any]:
     return chat(USER, *messages)
 
 
-NESTED = json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}})
-WEATHER = TOOLS[0]["function"]
+def calling(*calls: Any, **message: Any) -> dict[str, Any]:
+    return talk({"role": "assistant", **message, "tool_calls": [*calls]})
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        # Keys and roles of a message.
-        pytest.param(chat({"role": "user", "text": "Q"}, {"role": "assistant", "text": "A"}), talk(ANSWER), id="text"),
-        pytest.param(
-            chat(USER | {"content": None, "text": "Q"}, ANSWER | {"text": None}), talk(ANSWER), id="null beside a text"
-        ),
-        pytest.param(
-            chat({"role": "User", "value": "Q"}, {"from": "MODEL", "content": "A"}), talk(ANSWER), id="mixed keys"
-        ),
-        pytest.param(
-            talk({"role": "assistant", "tool_calls": [{"name": "get_weather", "args": {"city": "Paris"}}]}),
-            talk(CALLING),
-            id="args",
-        ),
-        pytest.param(chat({"role": "prompter", "content": "Q"}, {"role": "AI", "content": "A"}), talk(ANSWER), id="ai"),
-        *(
-            pytest.param(
-                talk(CALLING, {"role": role, "content": "20"}, ANSWER),
-                talk(CALLING, {"role": "tool", "content": "20"}, ANSWER), id=role,
-            )
-            for role in ("function", "ipython", "observation", "tool_response")
-        ),
-        # What is trained.
-        *(
-            pytest.param(talk(ANSWER | {key: value}, ANSWER | {key: not value}), talk(
-                ANSWER | {"weight": weight}, ANSWER | {"weight": 1 - weight}), id=f"{key} {value}")
-            for key, value, weight in (
-                ("loss", False, 0), ("train", False, 0), ("training", 0, 0), ("trainable", 1, 1), ("weight", False, 0),
-                ("train_on_turn", 0.0, 0), ("loss_mask", 0, 0), ("masked", True, 0), ("loss_weight", True, 1),
-            )
-        ),
-        # Thoughts.
-        *(
-            pytest.param(talk(ANSWER | {key: "T"}), talk(ANSWER | {"reasoning_content": "T"}), id=key)
-            for key in ("reasoning_content", "reasoning", "thinking", "thought")
-        ),
-        pytest.param(
-            talk(ANSWER | {"reasoning": "T", "reasoning_content": "T"}), talk(ANSWER | {"reasoning_content": "T"}),
-            id="a thought twice",
-        ),
-        # Calls.
-        pytest.param(talk({"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}), talk(CALLING),
-                     id="calls as JSON text"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [json.dumps(CALL)]}), talk(CALLING), id="a call as text"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [json.loads(NESTED)]}), talk(CALLING), id="flat"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [
-            {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]}),
-            talk(CALLING), id="arguments as JSON text"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [
-            {"name": "get_weather", "parameters": [["city", "Paris"]]}]}), talk(CALLING), id="a map as pairs"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [
-            {"name": "get_weather", "arguments": [{"key": "city", "value": "Paris"}]}]}), talk(CALLING),
-            id="a map as keys and values"),
-        pytest.param(talk({"role": "assistant", "tool_calls": [
-            {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": None}}}]}),
-            talk(CALLING), id="nulls of a union"),
-        pytest.param(talk({"role": "assistant", "content": None, "function_call": json.loads(NESTED)}), talk(CALLING),
-                     id="function_call"),
-        pytest.param(talk({"from": "function_call", "value": NESTED}), talk(CALLING), id="ShareGPT's function_call"),
-        pytest.param(
-            talk({"role": "tool_call", "content": NESTED}, {"role": "tool_call", "content": NESTED}),
-            talk({"role": "assistant", "tool_calls": [CALL, CALL]}), id="parallel calls in messages of their own",
-        ),
-        pytest.param(talk(CALLING | {"tool_calls": [{"function": {"name": "now", "arguments": ""}}]}),
-                     talk(CALLING | {"tool_calls": [{"function": {"name": "now", "arguments": {}}}]}),
-                     id="without arguments"),
-        # Tools.
-        pytest.param(chat(USER, ANSWER, tools=[WEATHER]), chat(USER, ANSWER, tools=TOOLS), id="flat tools"),
-        pytest.param(chat(USER, ANSWER, functions=[WEATHER]), chat(USER, ANSWER, tools=TOOLS), id="functions"),
-        pytest.param(chat(USER, ANSWER, tools=json.dumps(WEATHER)), chat(USER, ANSWER, tools=TOOLS), id="one as text"),
-        pytest.param(
-            chat(USER, ANSWER, tools=[{"type": "function", "function": WEATHER | {
-                "parameters": json.dumps(WEATHER["parameters"])}}]),
-            chat(USER, ANSWER, tools=TOOLS), id="parameters as text",
-        ),
-        pytest.param(
-            chat(USER, ANSWER, tools=[{"type": "function", "function": WEATHER | {"strict": None, "parameters": WEATHER[
-                "parameters"] | {"properties": {"city": {"type": "string", "enum": None}, "x": None}}}}]),
-            chat(USER, ANSWER, tools=TOOLS), id="nulls in a schema",
-        ),
-        # Columns.
-        *(
-            pytest.param({"instruction": "Q", "input": more, "output": "A", "tools": [WEATHER]},
-                         chat(USER | {"content": question}, ANSWER, tools=TOOLS), id=f"tools beside a joined {more}")
-            for more, question in (("", "Q"), (None, "Q"), ("I", "Q\n\nI"))
-        ),
-        pytest.param({"prompt": [USER], "chosen": "A", "rejected": "B"}, {
-            "prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}, id="texts as answers"),
-        pytest.param({"messages": json.dumps([USER, ANSWER])}, talk(ANSWER), id="messages as JSON text"),
-        pytest.param(
-            {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, talk(ANSWER), id="a list for each key"
-        ),
-        pytest.param(
-            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
-            talk(ANSWER | {"weight": 0}, USER, ANSWER), id="prompt and completion of messages",
-        ),
-        pytest.param({"prompt": "Q", "completion": [ANSWER]}, talk(ANSWER), id="a text as prompt"),
-        pytest.param({"id": 1, "query": "Q", "answers": f"[{NESTED}]", "tools": json.dumps([WEATHER])},
-                     chat(USER, CALLING, tools=TOOLS), id="xlam"),
-        pytest.param({"prompt": "Q", "completion": "{1}", "tools": [WEATHER]},
-                     chat(USER, {"role": "assistant", "content": "{1}"}, tools=TOOLS), id="an answer beside tools"),
-        pytest.param(
-            {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-            chat({"role": "system", "content": "S"}, USER, ANSWER), id="a system prompt of a conversation",
-        ),
-        pytest.param({"system_prompt": "S", "question": "Q", "response": "A"},
-                     {"prompt": "S\n\nQ", "completion": "A"}, id="a system prompt of a text"),
-        pytest.param({"system": None, "instruction": "Q", "output": "A"}, {"prompt": "Q", "completion": "A"},
-                     id="no system prompt"),
-        pytest.param({"instruction": "Q", "context": "C", "response": "A"}, {"prompt": "Q\n\nC", "completion": "A"},
-                     id="dolly"),
-        pytest.param({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
-                     {"prompt": "S\n\nQ", "chosen": "A", "rejected": "B"}, id="orca's pairs"),
-        pytest.param({"instruction": "Q", "input": "I", "chosen": "A", "rejected": "B"},
-                     {"prompt": "Q\n\nI", "chosen": "A", "rejected": "B"}, id="alpaca's pairs"),
-        pytest.param(
-            {"system": "S", "prompt": "Q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]},
-            {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [ANSWER],
-             "rejected": [ANSWER | {"content": "B"}]}, id="a system prompt of pairs",
-        ),
-        pytest.param(
-            {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"},
-             "rejected": {"from": "gpt", "value": "B"}},
-            {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}, id="ShareGPT's pairs",
-        ),
-    ],
+FLAT = {"name": "get_weather", "arguments": {"city": "Paris"}}
+NESTED, WEATHER = json.dumps(FLAT), TOOLS[0]["function"]
+PAIR = {"chosen": [ANSWER], "rejected": [ANSWER | {"content": "B"}]}
+TALK, CALLED, WITH_TOOLS = talk(ANSWER), talk(CALLING), chat(USER, ANSWER, tools=TOOLS)
+FLAGS = (
+    ("loss", False, 0), ("train", False, 0), ("training", 0, 0), ("trainable", 1, 1), ("weight", False, 0),
+    ("train_on_turn", 0.0, 0), ("loss_mask", 0, 0), ("masked", True, 0), ("loss_weight", True, 1),
 )  # fmt: skip
-def test_a_layout_is_read(row: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+
+
+def with_weather(**changes: Any) -> dict[str, Any]:
+    """Return a row with a tool of which some keys are written in another way."""
+    return chat(USER, ANSWER, tools=[{"type": "function", "function": WEATHER | changes}])
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a row, and what is read of it
+    # Keys and roles of a message.
+    "text": (chat({"role": "user", "text": "Q"}, {"role": "assistant", "text": "A"}), TALK),
+    "null beside a text": (chat(USER | {"content": None, "text": "Q"}, ANSWER | {"text": None}), TALK),
+    "mixed keys": (chat({"role": "User", "value": "Q"}, {"from": "MODEL", "content": "A"}), TALK),
+    "ai": (chat({"role": "prompter", "content": "Q"}, {"role": "AI", "content": "A"}), TALK),
+    **{role: (talk(CALLING, {"role": role, "content": "20"}, ANSWER),
+              talk(CALLING, {"role": "tool", "content": "20"}, ANSWER))
+       for role in ("function", "ipython", "observation", "tool_response")},
+    # What is trained.
+    **{f"{key} {value}": (talk(ANSWER | {key: value}, ANSWER | {key: not value}),
+                          talk(ANSWER | {"weight": weight}, ANSWER | {"weight": 1 - weight}))
+       for key, value, weight in FLAGS},
+    # Thoughts.
+    **{key: (talk(ANSWER | {key: "T"}), talk(ANSWER | {"reasoning_content": "T"}))
+       for key in ("reasoning_content", "reasoning", "thinking", "thought")},
+    "a thought twice": (talk(ANSWER | {"reasoning": "T", "reasoning_content": "T"}),
+                        talk(ANSWER | {"reasoning_content": "T"})),
+    # Calls.
+    "args": (calling({"name": "get_weather", "args": {"city": "Paris"}}), CALLED),
+    "calls as JSON text": (talk({"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}), CALLED),
+    "a call as text": (calling(json.dumps(CALL)), CALLED),
+    "flat": (calling(FLAT), CALLED),
+    "arguments as JSON text": (calling(CALL | {"function": FLAT | {"arguments": '{"city": "Paris"}'}}), CALLED),
+    "a map as pairs": (calling({"name": "get_weather", "parameters": [["city", "Paris"]]}), CALLED),
+    "a map as keys and values": (calling(FLAT | {"arguments": [{"key": "city", "value": "Paris"}]}), CALLED),
+    "nulls of a union": (calling(CALL | {"function": FLAT | {"arguments": {"city": "Paris", "unit": None}}}), CALLED),
+    "function_call": (talk({"role": "assistant", "content": None, "function_call": FLAT}), CALLED),
+    "ShareGPT's function_call": (talk({"from": "function_call", "value": NESTED}), CALLED),
+    "parallel calls": (talk(*[{"role": "tool_call", "content": NESTED}] * 2), calling(CALL, CALL)),
+    "without arguments": (calling({"function": {"name": "now", "arguments": ""}}),
+                          calling({"function": {"name": "now", "arguments": {}}})),
+    # Tools.
+    "flat tools": (chat(USER, ANSWER, tools=[WEATHER]), WITH_TOOLS),
+    "functions": (chat(USER, ANSWER, functions=[WEATHER]), WITH_TOOLS),
+    "one as text": (chat(USER, ANSWER, tools=json.dumps(WEATHER)), WITH_TOOLS),
+    "texts": (chat(USER, ANSWER, tools=[json.dumps(WEATHER)]), WITH_TOOLS),
+    "parameters as text": (with_weather(parameters=json.dumps(WEATHER["parameters"])), WITH_TOOLS),
+    "nulls in a schema": (with_weather(strict=None, parameters=WEATHER["parameters"] | {
+        "properties": {"city": {"type": "string", "enum": None}, "x": None}}), WITH_TOOLS),
+    # Columns.
+    **{f"tools beside a joined {more}": ({"instruction": "Q", "input": more, "output": "A", "tools": [WEATHER]},
+                                         chat(USER | {"content": question}, ANSWER, tools=TOOLS))
+       for more, question in (("", "Q"), (None, "Q"), ("I", "Q\n\nI"))},
+    "texts as answers": ({"prompt": [USER], "chosen": "A", "rejected": "B"}, {"prompt": [USER], **PAIR}),
+    "messages as JSON text": ({"messages": json.dumps([USER, ANSWER])}, TALK),
+    "a list for each key": ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, TALK),
+    "prompt and completion of messages": ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+                                          talk(ANSWER | {"weight": 0}, USER, ANSWER)),
+    "a text as prompt": ({"prompt": "Q", "completion": [ANSWER]}, TALK),
+    "xlam": ({"id": 1, "query": "Q", "answers": f"[{NESTED}]", "tools": json.dumps([WEATHER])},
+             chat(USER, CALLING, tools=TOOLS)),
+    "an answer beside tools": ({"prompt": "Q", "completion": "{1}", "tools": [WEATHER]},
+                               chat(USER, {"role": "assistant", "content": "{1}"}, tools=TOOLS)),
+    "a system prompt of a conversation": (
+        {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        chat({"role": "system", "content": "S"}, USER, ANSWER)),
+    "a system prompt of a text": ({"system_prompt": "S", "question": "Q", "response": "A"},
+                                  {"prompt": "S\n\nQ", "completion": "A"}),
+    "no system prompt": ({"system": None, "instruction": "Q", "output": "A"}, {"prompt": "Q", "completion": "A"}),
+    "dolly": ({"instruction": "Q", "context": "C", "response": "A"}, {"prompt": "Q\n\nC", "completion": "A"}),
+    "orca's pairs": ({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
+                     {"prompt": "S\n\nQ", "chosen": "A", "rejected": "B"}),
+    "alpaca's pairs": ({"instruction": "Q", "input": "I", "chosen": "A", "rejected": "B"},
+                       {"prompt": "Q\n\nI", "chosen": "A", "rejected": "B"}),
+    "a system prompt of pairs": (
+        {"system": "S", "prompt": "Q", **{name: [USER, *answer] for name, answer in PAIR.items()}},
+        {"prompt": [{"role": "system", "content": "S"}, USER], **PAIR}),
+    "ShareGPT's pairs": ({"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"},
+                          "rejected": {"from": "gpt", "value": "B"}}, {"prompt": [USER], **PAIR}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_read(name: str, tmp_path: Path) -> None:
+    row, expected = LAYOUTS[name]
     rows, unread = read(put(tmp_path, row))
     assert rows == [expected] and not unread.found
 
@@ -248,20 +206,31 @@ def test_what_is_not_read_is_counted_by_name(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"prompt": "Q", "completion": " "}, {"prompt": "", "completion": "A"}],
-        [
-            talk(ANSWER | {"content": "\n"}),
-            talk(CALLING | {"content": ""}, ANSWER | {"content": "", "weight": 0}, ANSWER),
-        ],
-    ],
-    ids=["text", "message"],
-)
-def test_an_empty_answer_is_counted(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+EMPTY = "answer is empty: only its end is trained"
+UNTRAINED = "conversation without a trained message:"
+BOTH = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]}
+COUNTED: dict[str, tuple[list[dict[str, Any]], dict[str, int]]] = {  # rows; what is counted once → the line of the file
+    "an empty text": ([{"prompt": "Q", "completion": " "}, {"prompt": "", "completion": "A"}], {EMPTY: 1}),
+    "an empty message": ([talk(ANSWER | {"content": "\n"}), talk(
+        CALLING | {"content": ""}, ANSWER | {"content": "", "weight": 0}, ANSWER)], {EMPTY: 1}),
+    "untrained answers": (
+        [{"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
+         {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"loss": 0}]}],
+        {f"{UNTRAINED} none of the assistant, but of user": 1, f"{UNTRAINED} loss masks all of the assistant's": 2}),
+    **{f"arguments {arguments}": ([calling({"name": "f", "arguments": arguments})],
+                                  {"arguments of tool calls are no JSON object, and rendered as they are": 1})
+       for arguments in ("{'city': 'Paris'}", "city=Paris", '"{}"', "null", [1])},
+    "a prompt that is not what both answers begin with": (
+        [{"prompt": "Q", **BOTH}, {"prompt": "another", **BOTH}],
+        {"column 'prompt' is not read beside the messages with which both answers begin": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_is_lost_is_counted(name: str, tmp_path: Path) -> None:
+    rows, expected = COUNTED[name]
     path = put(tmp_path, *rows)
-    assert read(path)[1].found == {"answer is empty: only its end is trained": (1, f"{path}:1")}
+    assert read(path)[1].found == {what: (1, f"{path}:{line}") for what, line in expected.items()}
 
 
 def test_texts_between_conversations_stay_where_they_are(tmp_path: Path) -> None:
@@ -269,32 +238,6 @@ def test_texts_between_conversations_stay_where_they_are(tmp_path: Path) -> None
     [sources] = open_sources(put(tmp_path, row))
     [[found]] = read_rows([sources], Data(format=Format.chat, columns={"messages": [*row]}), None)
     assert found["messages"] == [USER | {"content": "C\n\nD"}, USER, ANSWER | {"weight": 0}, USER, ANSWER]
-
-
-def test_an_answer_of_a_pair_without_a_trained_message_is_counted(tmp_path: Path) -> None:
-    path = put(
-        tmp_path,
-        {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
-        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"loss": 0}]},
-    )
-    assert read(path)[1].found == {
-        "conversation without a trained message: none of the assistant, but of user": (1, f"{path}:1"),
-        "conversation without a trained message: loss masks all of the assistant's": (1, f"{path}:2"),
-    }
-
-
-@pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", "city=Paris", '"{}"', "null", [1]], ids=str)
-def test_arguments_that_are_no_object_are_counted(arguments: Any, tmp_path: Path) -> None:
-    path = put(tmp_path, talk(CALLING | {"tool_calls": [{"name": "f", "arguments": arguments}]}))
-    expected = "arguments of tool calls are no JSON object, and rendered as they are"
-    assert read(path)[1].found == {expected: (1, f"{path}:1")}
-
-
-def test_a_prompt_that_is_not_what_both_answers_begin_with_is_counted(tmp_path: Path) -> None:
-    answers = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "B"}]}
-    path = put(tmp_path, {"prompt": "Q", **answers}, {"prompt": "another", **answers})
-    expected = "column 'prompt' is not read beside the messages with which both answers begin"
-    assert read(path)[1].found == {expected: (1, f"{path}:2")}
 
 
 @pytest.mark.parametrize("row", [{"prompt": [USER], "completion": [ANSWER]}, talk(ANSWER)], ids=["prompt", "messages"])
@@ -340,7 +283,7 @@ def test_the_role_of_a_tool_is_that_which_the_template_reads(tmp_path: Path) -> 
 def test_counts_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several files and parts."""
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fsdptrain.data.token_store.SMALL", 10)  # each file is a part
+    monkeypatch.setattr("fsdptrain.data.prepare.SMALL", 10)  # each file is a part
     folder = tmp_path / "rows"
     folder.mkdir()
     put(folder, talk(ANSWER), name="a.jsonl")
@@ -353,16 +296,8 @@ def test_counts_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return notes_on_rows(rows)[0]
 
     assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.jsonl:2)"]
-    monkeypatch.setattr("fsdptrain.data.token_store.read_rows", None)
+    monkeypatch.setattr("fsdptrain.data.prepare.read_rows", None)
     assert notes() == [f"key 'mood' of messages is not read (2 times, first in {folder}/b.jsonl:2)"]
-
-
-def test_of_prompt_and_completion_the_completion_is_trained(tmp_path: Path) -> None:
-    path = put(tmp_path, {"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "B"}]})
-    data = Data(format=Format.chat, columns={"messages": ["prompt", "completion"]}, seq_len=64)
-    tokenizer = tokenizer_of("chatml")
-    [(ids, mask)] = Encoder(tokenizer, data)(next(read_rows(open_sources(path), data, None)))
-    assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag]) == "B<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "a.csv.gz"])
@@ -392,11 +327,3 @@ def test_a_long_first_row_is_shown_with_the_end_of_its_prompt_and_every_trained_
     assert shown.count("⟦") == shown.count("⟧") == 4 and shown.count("…") >= 4
     assert all(f"⟦answer {number} x" in shown for number in range(3)) and shown.endswith("x <|im_end|>⟧\n")
     assert len(shown) < 2000
-
-
-def test_a_short_first_row_is_shown_as_a_whole(tmp_path: Path) -> None:
-    path = put(tmp_path, talk(ANSWER | {"content": "naïve 🙂"}, USER, ANSWER))
-    data, tokenizer = Data(format=Format.chat, seq_len=256), tokenizer_of("chatml")
-    [corpus] = pack_rows(open_rows(path, data, tokenizer, None, lambda *_: None), data, seed=0)
-    shown = corpus.show(tokenizer)
-    assert "⟦naïve 🙂<|im_end|>⟧\n" in shown and shown.endswith("⟦A<|im_end|>⟧\n") and "…" not in shown

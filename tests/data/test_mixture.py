@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -18,15 +17,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import documents_of, plain_loss, stream_of
-from support import GSM8K, SHAKESPEARE, events, fsdptrain, write_recipe
+from support import GSM8K, SHAKESPEARE, events, fsdptrain, planned, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdptrain.config.reader import load
-from fsdptrain.data import token_store
+from fsdptrain.data import prepare as preparing
 from fsdptrain.data.corpus import Interleave, Mixture, Stream
 from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.plan.plan import Plan, make_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.plan import Plan
 
 MATHS: dict[str, Any] = {
     "path": "maths.jsonl", "format": "prompt_completion", "separator": "\n",
@@ -43,11 +40,6 @@ def a_recipe(tmp: Path, *sources: dict[str, Any], **changes: Any) -> Path:
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp / "maths.jsonl").write_text("".join(GSM8K.read_text().splitlines(keepends=True)[:120]))
     return write_recipe(tmp, data__path=None, data__sources=[*sources], **changes)
-
-
-def plan_of(recipe: Path, *overrides: str) -> Plan:
-    written = load(recipe, [*overrides])
-    return make_plan(written, find_topology(written.recipe, dict(os.environ)))
 
 
 shares_of_sources = st.lists(st.fractions(Fraction(1, 1000), 1000), min_size=1, max_size=8)
@@ -118,7 +110,7 @@ def test_epochs_say_how_often_each_source_is_read(tmp_path: Path) -> None:
 
 def test_other_weights_and_names_need_no_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stream_of(a_recipe(tmp_path, {"path": "verse.jsonl", "weight": 1}, MATHS | {"weight": 1}))[0]
-    monkeypatch.setattr(token_store.PartEncoder, "encode", pytest.fail)
+    monkeypatch.setattr(preparing.PartEncoder, "encode", pytest.fail)
     after = stream_of(
         a_recipe(tmp_path, {"path": "verse.jsonl", "name": "a", "weight": 9}, MATHS | {"weight": 1, "name": "b"})
     )[0]
@@ -156,13 +148,13 @@ def test_a_mixture_that_cannot_be_read_is_refused(
     path = a_recipe(tmp_path, *sources)
     write_recipe(tmp_path, **{"data__path": None, "data__sources": sources, **changes})
     with pytest.raises(RecipeError) as refused:
-        plan_of(path)
+        planned(path)
     assert message in str(refused.value)
 
 
 def test_a_key_of_data_is_for_the_sources_that_can_use_it(tmp_path: Path) -> None:
     maths = {key: value for key, value in MATHS.items() if key != "separator"}
-    plan = plan_of(a_recipe(tmp_path, {"path": "verse.jsonl"}, maths, data__separator="\n", data__max_rows=9))
+    plan = planned(a_recipe(tmp_path, {"path": "verse.jsonl"}, maths, data__separator="\n", data__max_rows=9))
     assert [source.data.separator for source in plan.sources] == ["\n", "\n"]
     assert [source.data.max_rows for source in plan.sources] == [9, 9]
     assert [source.data.path for source in plan.sources] == [str(tmp_path / f"{n}.jsonl") for n in ("verse", "maths")]
@@ -214,42 +206,31 @@ def run_from_the_middle(trained: Path, tmp: Path, sources: list[dict[str, Any]],
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_resume_under_other_names_trains_the_same_sequences(trained: Path, tmp_path: Path, ranks: int) -> None:
     renamed = [{**source, "name": f"source {number}"} for number, source in enumerate(WEIGHTED)]
-    done, folder = run_from_the_middle(
-        trained, tmp_path, renamed, f"launch.nproc_per_node={ranks}", "export.at_end=false"
-    )
+    words = (f"launch.nproc_per_node={ranks}", "export.at_end=false")
+    done, folder = run_from_the_middle(trained, tmp_path, renamed, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert events(folder, "resume")[-1]["step"] == 2
-    before, after = (events(run, "step") for run in (trained.parent / "run", folder))
-    found = [
-        [[step[name] for name in ("samples", "loss", "grad_norm")] for step in steps[-2:]] for steps in (before, after)
-    ]
-    assert [samples for samples, *_ in found[0]] == [samples for samples, *_ in found[1]]
-    assert (
-        found[0] == found[1]
-        if ranks == 1
-        else np.array(found)[:, :, 1:].astype(float)[0]
-        == pytest.approx(np.array(found)[:, :, 1:].astype(float)[1], rel=1e-5)
-    )
+    before, after = (events(run, "step")[-2:] for run in (trained.parent / "run", folder))
+    for one, other in zip(before, after, strict=True):
+        assert one["samples"] == other["samples"]
+        for name in ("loss", "grad_norm"):
+            assert one[name] == (other[name] if ranks == 1 else pytest.approx(other[name], rel=1e-5))
     assert [*events(folder, "eval")[-1]["losses"]] == ["source 0", "source 1"]
 
 
-def test_a_resume_with_other_weights_or_sources_is_refused(trained: Path, tmp_path: Path) -> None:
-    reweighted = [WEIGHTED[0], MATHS | {"weight": 0.4}]
-    for number, (sources, message) in enumerate(
-        [
-            (
-                reweighted,
-                "data.sources: source 2: weight was 0.3, is 0.4 now, so the run would train on another stream",
-            ),
-            (
-                [*WEIGHTED, {"path": "words.jsonl", "weight": 1}],
-                "data.sources: there were 2 sources, and there are 3 now",
-            ),
-        ]
-    ):
-        done, folder = run_from_the_middle(trained, tmp_path / str(number), sources)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-        assert len(events(folder, "start")) == 1
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([WEIGHTED[0], MATHS | {"weight": 0.4}], "source 2: weight was 0.3, is 0.4 now, so the run would train on"),
+        ([*WEIGHTED, {"path": "words.jsonl", "weight": 1}], "there were 2 sources, and there are 3 now"),
+    ],
+)
+def test_a_resume_with_other_weights_or_sources_is_refused(
+    trained: Path, tmp_path: Path, sources: list[dict[str, Any]], message: str
+) -> None:
+    done, folder = run_from_the_middle(trained, tmp_path, sources)
+    assert done.returncode == 2 and f"data.sources: {message}" in done.stderr, done.stderr
+    assert len(events(folder, "start")) == 1
 
 
 def test_validate_says_what_is_read_of_each_source(trained: Path) -> None:

@@ -5,7 +5,6 @@ The Hub is a local server that answers with a commit.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import re
@@ -21,15 +20,13 @@ from typing import Any
 import datasets
 import pytest
 from datasets.arrow_writer import ArrowWriter
-from support import environment, write_recipe
+from support import environment, planned, write_recipe
 
 from fsdptrain.checkpoint.resume import archive_plan, resume_problems
-from fsdptrain.config.reader import load
-from fsdptrain.data.resume_pins import pin_commits, pin_date
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
+from fsdptrain.data.windows import pin_commits, pin_date
 from fsdptrain.errors import CheckpointError, NoData
-from fsdptrain.plan.plan import HubData, Plan, make_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.plan import HubData, Plan
 from fsdptrain.run_folder.rundir import RunDir
 
 PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
@@ -77,11 +74,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         hub_commit.cache_clear()
 
 
-def plan_of(recipe: Path, *overrides: str) -> Plan:
-    written = load(recipe, list(overrides))
-    return make_plan(written, find_topology(written.recipe, {}))
-
-
 def start(plan: Plan) -> RunDir:
     """Return a run folder as a start of the command prepares it for the workers."""
     rundir = plan.rundir
@@ -101,7 +93,7 @@ def test_a_hub_path_is_parsed_and_written_back(path: str) -> None:
 
 
 def test_a_run_with_a_checkpoint_keeps_its_commit(hub: Hub, tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path), "data.path=org/name:de", "data.eval={path: org/name:de:test}")
+    plan = planned(write_recipe(tmp_path), "data.path=org/name:de", "data.eval={path: org/name:de:test}")
     first, second = (f"org/name:de@{commit:040x}" for commit in (1, 3))
     rundir = start(plan)
     assert in_a_new_process(plan, rundir) == first, hub.requests
@@ -120,9 +112,9 @@ def test_a_run_with_a_checkpoint_keeps_its_commit(hub: Hub, tmp_path: Path) -> N
 
 def test_a_run_resumes_with_its_commit_as_revision(hub: Hub, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    plan = plan_of(recipe, "data.path=org/name")
+    plan = planned(recipe, "data.path=org/name")
     found = pin_commits(plan, start(plan)).data_path
-    by_name = plan_of(recipe, "data.path=org/name", f"data.revision={1:040x}")
+    by_name = planned(recipe, "data.path=org/name", f"data.revision={1:040x}")
     content = [{"data.content": fingerprint(path)} for path in (found, by_name.data_path)]
     assert not resume_problems(plan.identity() | content[0], by_name.identity() | content[1])
     other = {"data.content": fingerprint(f"org/name@{2:040x}")}
@@ -131,35 +123,25 @@ def test_a_run_resumes_with_its_commit_as_revision(hub: Hub, tmp_path: Path) -> 
 
 def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    plan = plan_of(recipe, "data.path=org/name")
+    plan = planned(recipe, "data.path=org/name")
     (tmp_path / "plan.json").write_text(plan.to_json())
     start(plan)
     code = (
-        "import sys; from pathlib import Path; from fsdptrain.data.resume_pins import pin_commits, pin_date;"
+        "import sys; from pathlib import Path; from fsdptrain.data.windows import pin_commits, pin_date;"
         "from fsdptrain.plan.plan import Plan; from fsdptrain.run_folder.rundir import RunDir;"
         "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
         "print(pin_commits(plan, plan.rundir).data_path)"
     )
     env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(tmp_path / "plan.json")],
-                    stdout=subprocess.PIPE,
-                    env=env,
-                    text=True,
-                )
-            )
-            for _ in range(3)
-        ]
-        answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    words = [sys.executable, "-c", code, str(tmp_path / "plan.json")]
+    ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, env=env, text=True) for _ in range(3)]
+    answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
     assert answers == [f"org/name@{1:040x}"] * 3 and len(hub.requests) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"commits": {}}', '{"start": 1, "commits": {"org/name": "../x"}}'])
 def test_unreadable_commits_are_an_error(text: str, tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
+    plan = planned(write_recipe(tmp_path), "data.path=org/name")
     rundir = start(plan)
     rundir.pinned.write_text(text)
     with pytest.raises(CheckpointError, match=r"pinned\.json cannot be read .* data\.revision") as caught:
@@ -189,7 +171,7 @@ def texts_of(path: str) -> list[str]:
 
 def test_without_the_hub_a_run_uses_its_commit_although_a_newer_one_is_cached(tmp_path: Path) -> None:
     old, new, absent = ("1a" * 20, "2b" * 20, "3c" * 20)
-    plan = plan_of(write_recipe(tmp_path), "data.path=org/cached")
+    plan = planned(write_recipe(tmp_path), "data.path=org/cached")
     rundir = start(plan)
     add_to_cache(old, ["a", "b", "c"])
     assert in_a_new_process(plan, rundir) == f"org/cached@{old}"
@@ -203,7 +185,7 @@ def test_without_the_hub_a_run_uses_its_commit_although_a_newer_one_is_cached(tm
 
 
 def test_local_data_has_no_commit(tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path))
+    plan = planned(write_recipe(tmp_path))
     assert pin_commits(plan, plan.rundir) == plan and not Path(plan.run_dir).exists()
 
 
@@ -217,7 +199,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 
 def test_a_run_with_a_checkpoint_keeps_its_date_and_its_commits(hub: Hub, tmp_path: Path) -> None:
-    plan = plan_of(write_recipe(tmp_path), "data.path=org/name", "data.format=chat")
+    plan = planned(write_recipe(tmp_path), "data.path=org/name", "data.format=chat")
     rundir, today = start(plan), datetime.datetime.now().date()
     commit = pin_commits(plan, rundir).data_path
     assert pin_date(plan, DATED, rundir) in (today, today + datetime.timedelta(days=1))
@@ -233,7 +215,7 @@ def test_a_run_with_a_checkpoint_keeps_its_date_and_its_commits(hub: Hub, tmp_pa
 
 
 def test_a_date_is_pinned_only_if_the_template_renders_it(tmp_path: Path) -> None:
-    chat, text = (plan_of(write_recipe(tmp_path), f"data.format={kind}") for kind in ("chat", "text"))
+    chat, text = (planned(write_recipe(tmp_path), f"data.format={kind}") for kind in ("chat", "text"))
     for plan, template in ((chat, "{{ messages }}"), (chat, None), (text, DATED.chat_template)):
         assert pin_date(plan, SimpleNamespace(chat_template=template), plan.rundir) is None
     assert not chat.rundir.pinned.exists()

@@ -16,7 +16,6 @@ from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
-from fsdptrain.data.corpus import Corpus
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.prepare import open_rows, pack_rows
 from fsdptrain.data.sources import open_sources
@@ -134,10 +133,8 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
         for number in range(len(corpus)):
             of_sequence = corpus.rows_of([number])
             assert (of_sequence[::2] % 2 == 0).all() and (of_sequence[1::2] == of_sequence[::2] + 1).all()
-            assert (
-                corpus.labels[number] == labels_of(corpus, of_sequence)
-                and corpus.divisor([number]) == len(of_sequence) // 2
-            )
+            trained = sum(int(made.trained[made.ends[row] + 1 : made.ends[row + 1]].sum()) for row in of_sequence)
+            assert corpus.labels[number] == trained and corpus.divisor([number]) == len(of_sequence) // 2
             seen += of_sequence.tolist()
     assert sorted(seen) == [*range(len(made.ends) - 1)] and len(held_out)
     batch = train.batch([0, -1, 1])
@@ -147,10 +144,6 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
         tokens = made.tokens[made.ends[row] : made.ends[row + 1]]
         assert (batch["input_ids"].numpy()[answers == answer] == tokens).all()
         assert (labels[answers == answer] != -100).sum() == made.trained[made.ends[row] + 1 : made.ends[row + 1]].sum()
-
-
-def labels_of(corpus: Corpus, rows: np.ndarray[Any, Any]) -> int:
-    return sum(int(corpus.trained[corpus.ends[row] + 1 : corpus.ends[row + 1]].sum()) for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,21 @@ import numpy as np
 import pytest
 import torch
 from reference import stream_of
-from support import SHAKESPEARE, write_recipe
+from support import SHAKESPEARE, planned, write_recipe
 
-from fsdptrain.config.reader import load
-from fsdptrain.data import token_store
+from fsdptrain.data import prepare as preparing
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.corpus import Stream
 from fsdptrain.data.prepare import open_stream
-from fsdptrain.data.resume_pins import pin_windows
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
-from fsdptrain.data.windows import WindowStream, windows_of
+from fsdptrain.data.windows import WindowStream, pin_windows, windows_of
 from fsdptrain.errors import RecipeError
-from fsdptrain.plan.plan import Plan, make_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.plan import Plan
 
 FILES = 7
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
+def quiet(stage: str, done: int, total: int) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +37,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tokenizer."""
     folder = tmp_path_factory.mktemp("bpe")
     train_bpe(iter([SHAKESPEARE.read_text()[:20000]]), 300).save_pretrained(folder)
     return str(folder)
@@ -62,8 +57,7 @@ def a_plan(tmp: Path, bpe: str, **changes: Any) -> Plan:
     if not (tmp / "files").exists():
         write_files(tmp / "files")
     wanted = {"model__tokenizer": bpe, "data__path": str(tmp / "files"), "train__steps": 9, **changes}
-    written = load(write_recipe(tmp, **wanted))
-    return make_plan(written, find_topology(written.recipe, {}))
+    return planned(write_recipe(tmp, **wanted))
 
 
 def opened(plan: Plan) -> Stream:
@@ -177,13 +171,13 @@ def test_a_resume_prepares_no_window_before_its_own(
         for folder in (own_cache / kind).iterdir():
             shutil.rmtree(folder, ignore_errors=True)
     encoded = list[str]()
-    encode = token_store.PartEncoder._write
+    encode = preparing.PartEncoder._write
 
-    def note(self: Any, folder: Path, part: token_store.DataPart, limit: int | None) -> None:
+    def note(self: Any, folder: Path, part: preparing.DataPart) -> None:
         encoded.extend(map(str, part.stamps))
-        encode(self, folder, part, limit)
+        encode(self, folder, part)
 
-    monkeypatch.setattr(token_store.PartEncoder, "_write", note)
+    monkeypatch.setattr(preparing.PartEncoder, "_write", note)
     stream = opened(plan)
     assert torch.equal(rows_of(stream, range(160, 166)), expected) and stream.corpus.digest == digest
     assert len(stream) == len(before) and stream.corpus.fingerprint == before.corpus.fingerprint
@@ -191,21 +185,14 @@ def test_a_resume_prepares_no_window_before_its_own(
     assert encoded and {*encoded} <= allowed
 
 
-def test_a_changed_file_of_a_window_that_was_read_is_refused(
-    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_files_are_refused(tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their content if the window was read, else by the fingerprint of the list of files."""
     plan, before = resumed(tmp_path, bpe, monkeypatch)
     own = before.place_in_window(160)[1]
     file = Path(next(iter(before.windows[own])))
     file.write_text(file.read_text().replace("the ", "teh "))
     with pytest.raises(RecipeError, match=rf"window {own + 1} of 4 \(with {file}\) has other rows"):
         opened(plan)
-
-
-def test_another_list_of_files_has_another_fingerprint(
-    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, before = resumed(tmp_path, bpe, monkeypatch)
     (tmp_path / "files" / "9.jsonl").write_text('{"text": "more"}\n')
     stream = opened(plan)
     assert stream.corpus.fingerprint != before.corpus.fingerprint
