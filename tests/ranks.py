@@ -77,7 +77,9 @@ def evaluated(run: Trainer) -> dict[str, Any]:
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+    """Return the curve of each variant, from the step of its newest checkpoint if it has one."""
+    runs = ((name, build(recipe, overrides)) for name, overrides in variants.items())
+    return {name: curve(run, steps, run.engine.steps_made) for name, run in runs}
 
 
 def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
@@ -251,10 +253,6 @@ def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps
             "unchanged": digest_of(resumed) == before,
         }  # fmt: skip
     return found
-
-
-def resumes(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    return {name: resume(recipe, overrides, steps)["curve"] for name, overrides in variants.items()}
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:

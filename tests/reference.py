@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fsdptrain.config.optimizers import OptimizerKind
@@ -28,6 +31,28 @@ def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
     written = load(recipe)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called while it is entered, and the elements of their largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.largest = list[Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.called.append(func)
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
+def most_allocated(operation: Callable[..., object], *arguments: Any) -> int:
+    """Return the most bytes that torch's allocator holds at a time for an operation on the CPU, beside those before."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        operation(*arguments)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 Documents = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, mask and labels [documents, longest]
@@ -76,22 +101,28 @@ def plain_curve(
     for batch, rate in zip(batches, rates, strict=True):
         loss = mean_loss(model, params, batch, compute)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append([loss.item(), norm.item()])
+        curve.append([loss.item(), clipped_step(optimizer, rate)])
     return curve
 
 
 def plain_adamw(model: Any) -> torch.optim.Optimizer:
-    """AdamW(0.9, 0.95) with decay 0.1 for matrices but the embedding."""
-    embedding = model.get_input_embeddings().weight
-    decayed = [p for p in model.parameters() if p.ndim > 1 and p is not embedding]
-    plain = [p for p in model.parameters() if p.ndim == 1 or p is embedding]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    """AdamW(0.9, 0.95) for what is trained, with decay 0.1 for matrices but the embedding."""
+    embedding, groups = model.get_input_embeddings(), dict[float, list[Any]]()
+    undecayed = {id(param) for param in embedding.parameters()} if isinstance(embedding, torch.nn.Embedding) else set()
+    for param in filter(lambda param: param.requires_grad, model.parameters()):
+        groups.setdefault(0.1 if param.ndim > 1 and id(param) not in undecayed else 0.0, []).append(param)
+    made = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+    return torch.optim.AdamW(made, betas=(0.9, 0.95), fused=True)
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Clip the gradients at 1, make a step at this rate, and drop them; return their norm before."""
+    norm = torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
 
 
 @torch.no_grad()
@@ -149,13 +180,8 @@ def plain_dpo(
         losses = -(1 - smoothing) * torch.log(torch.sigmoid(margin)) - smoothing * torch.log(torch.sigmoid(-margin))
         loss = (losses - sft * now[0::2] / trained[0::2].sum(1)).mean()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
         measures = [rewards[0::2].mean(), rewards[1::2].mean(), margin.mean(), (margin > 0).double().mean()]
-        curve.append([value.item() for value in (loss, norm, *measures)])
+        curve.append([loss.item(), clipped_step(optimizer, rate), *(value.item() for value in measures)])
     return curve
 
 
@@ -257,18 +283,13 @@ def peft_curve(
         model = get_peft_model(model, config)
     model.train()
     params = {name.removeprefix(prefix): param for name, param in model.named_parameters()}
-    embedding = model.get_input_embeddings()
-    undecayed = {id(param) for param in embedding.parameters()} if isinstance(embedding, torch.nn.Embedding) else set()
     _set_values(params, start)
     for name, param in params.items():
         param.requires_grad_(name in start or any(part in name for part in whole))
         if not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(compute)
     trained = {name: param for name, param in params.items() if param.requires_grad}
-    decayed = [param for param in trained.values() if param.ndim > 1 and id(param) not in undecayed]
-    plain = [param for param in trained.values() if param.ndim == 1 or id(param) in undecayed]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
+    optimizer = plain_adamw(model)
 
     def backward(batch: Documents) -> float:
         whole = {f"{prefix}{name}": param for name, param in params.items() if param.is_floating_point()}
@@ -276,14 +297,7 @@ def peft_curve(
         loss.backward()
         return loss.item()
 
-    curve = []
-    for batch, rate in zip(batches, rates, strict=True):
-        loss, norm = backward(batch), torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append([loss, norm.item()])
+    curve = [[backward(batch), clipped_step(optimizer, rate)] for batch, rate in zip(batches, rates, strict=True)]
 
     def gradients(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         _set_values(params, values)

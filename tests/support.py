@@ -55,8 +55,8 @@ def strategies(world: int) -> dict[str, list[str]]:
     return {s: [f"fsdp.strategy={s}", *words] for s, (ranks, words) in STRATEGIES.items() if world >= ranks}
 
 
-def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
-    """Return a recipe that trains a tiny Llama on CPU in float32; `changes` are keys with `__` instead of dots."""
+def write_recipe(tmp: Path, **changes: Any) -> Path:
+    """Write a recipe that trains a tiny Llama on CPU in float32; `changes` are keys with `__` instead of dots."""
     recipe: dict[str, Any] = {
         "output_dir": str(tmp / "run"),
         "model": {"config": {"model_type": "llama", **TINY}, "tokenizer": {"train": 512}, "init": "random"},
@@ -75,17 +75,22 @@ def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-    return recipe
-
-
-def write_recipe(tmp: Path, **changes: Any) -> Path:
     text = tmp / "text.jsonl"
     if not text.exists():
         paragraphs = SHAKESPEARE.read_text().split("\n\n")[:300]
         text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
-    path = tmp / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe_dict(tmp, **changes)))
-    return path
+    (tmp / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp / "recipe.yaml"
+
+
+def write_pretrained(tmp: Path, config: Any, **changes: Any) -> Path:
+    """Write a recipe that starts from a random model of this configuration, whose folder is `model`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp / "model")
+    return write_recipe(tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, **changes)
 
 
 def planned(recipe: Path, *overrides: str, ranks: int = 1) -> Plan:

@@ -152,12 +152,10 @@ def trainer_of(engine: Engine) -> Trainer:
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = pace.MOST
-    run.prefetch = SimpleNamespace(get=lambda step: inputs_of(plan, step))  # type: ignore[assignment]
+    run.prefetch = SimpleNamespace(  # type: ignore[assignment]
+        get=lambda step: StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1, 1)
+    )
     return run
-
-
-def inputs_of(plan: Plan, step: int) -> StepInputs:
-    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1, 1)
 
 
 # --- missing waits ---------------------------------------------------------------------------------------------------

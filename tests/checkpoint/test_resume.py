@@ -96,7 +96,7 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
     words = {"recipe": str(recipe), "steps": 4}
     saved = on_ranks(2, "saved_optimizers", tmp_path / "2", 1800, at=2, variants=variants, **words)[0]
     words["variants"] = {name: [*each, "train.micro_batch_size=1"] for name, each in variants.items()}
-    others = {world: on_ranks(world, "resumes", tmp_path / str(world), 1800, **words)[0] for world in worlds}
+    others = {world: on_ranks(world, "curves", tmp_path / str(world), 1800, **words)[0] for world in worlds}
     for name, found in saved.items():
         assert found["first"] == 2 and found["resumed"] == found["curve"][2:], name
         assert found["unchanged"], name

@@ -13,7 +13,7 @@ from architectures import KINDS, small_config
 from ranks import build
 from reference import assert_same_tensors, plain_log_probs, stream_of
 from safetensors.torch import load_file
-from support import TINY, on_ranks, write_pairs, write_recipe
+from support import on_ranks, write_pairs, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.schema import Model
@@ -22,42 +22,31 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.parallel.patches import takes_two_dtypes
 
-COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False},
-    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 32},
-    "gemma2": {"sliding_window": 32},
-    "gemma3_text": {"sliding_window": 32},
-    "phi3": {},
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
-    "gpt_neox": {},
-    "olmo2": {},
-    "granite": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
-    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 32},
-    "mamba": {"state_size": 8},
-    "falcon_mamba": {"state_size": 8},
-}
+ARCHITECTURES = (
+    "llama", "llama tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
+    "granite", "qwen3_moe", "mixtral", "aria_text", "llama4_text", "mamba", "falcon_mamba",
+)  # fmt: skip
 NAMED = r"[A-Z]\w+(LM|Model|Decoder|Generation|LMHead)\b|vocab_size|xlnet"  # an architecture's class
 NEEDED = {  # overrides that their error messages name
     "llama4_text": ["train.loss=plain"], "mamba": ["data.packing=none"], "falcon_mamba": ["data.packing=none"],
 }  # fmt: skip
 
 
-def random_model(kind: str, folder: Path) -> None:
-    own = dict(ARCHITECTURES[kind])
-    config = AutoConfig.for_model(own.pop("model_type", kind), **({} if kind == "gpt2" else COMMON) | own)
-    config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = 512, None, 0, 0
+def config_of(kind: str, **own: Any) -> Any:
+    name, tied, _ = kind.partition(" tied")
+    ids = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0, "num_hidden_layers": 3}
+    return small_config(name, **ids, **({"tie_word_embeddings": True} if tied else {}), **own)
+
+
+def random_model(kind: str, folder: Path, config: Any = None) -> None:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config or config_of(kind), dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():  # zero biases and unit norms would agree by accident
             param.add_(torch.randn_like(param) * 0.01)
+        for name, buffer in model.named_buffers():  # of routers
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TINY, as_nobody, write_recipe
+from support import TINY, as_nobody, planned, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe, vocabulary_size
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import check_special_tokens, end_of_turn, load_config, save_assets, special_token_conflicts
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.plan.plan import Plan, make_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.plan import Plan
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CHATML = (
@@ -34,8 +32,7 @@ def tokenizer_in(folder: Path, template: str | None = None, **special: str) -> A
 
 
 def prepared(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Plan, Any, Any]:
-    written = load(write_recipe(tmp, **changes))
-    plan = make_plan(written, find_topology(written.recipe, {}))
+    plan = planned(write_recipe(tmp, **changes))
     config = load_config(plan, vocabulary_size(tokenizer))
     return plan, config, skeleton(config, plan.recipe.model)
 
@@ -153,7 +150,6 @@ def test_contradictions_in_a_folder_are_found(tmp_path: Path) -> None:
 
 def test_a_recipe_that_contradicts_the_tokenizer_is_rejected(tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
-    recipe = write_recipe(tmp_path, model__config__eos_token_id=2)
-    plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
+    plan = planned(write_recipe(tmp_path, model__config__eos_token_id=2))
     with pytest.raises(RecipeError, match=r"eos_token_id: 2: remove this key: the tokenizer's value \(0\) is used"):
         check_special_tokens(plan, tokenizer)

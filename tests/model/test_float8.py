@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
-from ranks import build, curve
+from reference import assert_same_tensors
+from safetensors.torch import load_file
 from simulated import SMALL, on_fake, plan_of
 from support import TINY, on_ranks, python, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.checkpoint.export import export_live
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.timing import kernel_s
@@ -151,46 +150,21 @@ def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
     variants = {name: [f"output_dir={tmp_path / name}"] for name in ("bf16", *KINDS)}
     for kind in KINDS:
         variants[kind].append(f"train.float8={kind}")
-    found = on_ranks(2, in_float8, tmp_path / "2", 3000, recipe=str(recipe), variants=variants, steps=2)[0]
-    words = [*variants["rowwise"], f"output_dir={tmp_path / 'alone'}"]
-    alone = on_ranks(1, in_float8, tmp_path / "1", 3000, recipe=str(recipe), variants={"": words}, steps=2)[0][""]
+    words: dict[str, Any] = {"recipe": str(recipe), "timeout": 3000}
+    found = on_ranks(2, "saved_optimizers", tmp_path / "2", variants=variants, at=1, steps=2, **words)[0]
     curves = {name: variant["curve"] for name, variant in found.items()}
-    assert len({variant["start"] for variant in found.values()}) == 1, "the first weights depend on float8"
     for name, variant in found.items():
         assert variant["resumed"] == variant["curve"][1:], f"{name}: a resume changes it"
         assert name == "bf16" or 1e-5 < farthest(variant["curve"], curves["bf16"]) < 1e-3, name
     assert farthest(curves["rowwise"], curves["tensorwise"]) > 1e-6
-    assert farthest(alone["curve"], curves["rowwise"]) < 1e-3
-    # transformers opens the exports, which have names and dtypes of the one in bf16, and no float8.
-    states = {}
+    others = {name: [*each, f"output_dir={tmp_path / name}-first"] for name, each in variants.items()}
+    alone = on_ranks(1, "curves", tmp_path / "1", variants={"rowwise": others["rowwise"]}, steps=2, **words)[0]
+    assert farthest(alone["rowwise"], curves["rowwise"]) < 1e-3
+    # transformers opens the exports, which are equal to that in bf16 before the first step, and have no float8.
+    on_ranks(2, "exports", tmp_path / "0", variants=others, steps=0, **words)
+    expected = load_file(tmp_path / "bf16-first" / "export" / "model.safetensors")
     for name in variants:
-        folder = tmp_path / name / "export"
+        folder = tmp_path / f"{name}-first" / "export"
         assert not hasattr(AutoConfig.from_pretrained(folder), "quantization_config")
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        assert model(torch.arange(8)[None]).logits.isfinite().all()
-        states[name] = {key: (value.dtype, value.shape) for key, value in model.state_dict().items()}
-    assert states["rowwise"] == states["tensorwise"] == states["bf16"]
-
-
-# --- on every rank -------------------------------------------------------------------------------------------------
-
-
-def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train each variant, resume it in the middle, and export it; return curves and a digest of the first weights.
-
-    `start` is that digest, `curve` the whole curve, `resumed` its second half from the checkpoint in the middle.
-    """
-    found = {}
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        start, model = hashlib.sha256(), run.engine.model
-        for param in model.parameters():
-            start.update(param.detach().full_tensor().numpy().tobytes())
-        made = curve(run, steps // 2)
-        run.checkpointer.save(steps // 2, model, run.engine.optimizer, wait=True)
-        made += curve(run, steps, steps // 2)
-        resumed = build(recipe, overrides)
-        rest = curve(resumed, steps, resumed.engine.steps_made)
-        export_live(model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
-        found[name] = {"start": start.hexdigest(), "curve": made, "resumed": rest}
-    return found
+        assert AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None]).logits.isfinite().all()
+        assert_same_tensors(load_file(folder / "model.safetensors"), expected, name)

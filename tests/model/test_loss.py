@@ -11,15 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import TINY
-from test_architectures import ARCHITECTURES, COMMON, NEEDED
+from reference import Operators
+from test_architectures import ARCHITECTURES, NEEDED, config_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import loss
@@ -106,9 +104,7 @@ def test_the_gradients_of_chunks_are_summed_in_float32(monkeypatch: pytest.Monke
 
 
 def tiny(kind: str) -> Any:
-    own = dict(ARCHITECTURES[kind])
-    config = AutoConfig.for_model(own.pop("model_type", kind), **(TINY if kind == "gpt2" else COMMON), **own)
-    config.update({"vocab_size": 512, "pad_token_id": None, **LOGITS.get(kind, {})})
+    config = config_of(kind, **LOGITS.get(kind, {}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     return model.eval()  # gpt2 has dropout
@@ -201,15 +197,6 @@ def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
     assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)
 
 
-class Sizes(TorchDispatchMode):
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
-        return out
-
-
 def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunk = tiny("llama tied"), 12
     monkeypatch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // chunk))
@@ -218,10 +205,10 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
     for taught in (False, True):
         if taught:
             loss.compute_in_chunks(model)
-        with Sizes() as sizes:
+        with Operators() as operators:
             found = model(input_ids=ids, use_cache=False, **({"labels": ids} if taught else {}))
             (found if taught else found.logits.sum()).backward()
-        largest.append(sizes.largest)
+        largest.append(operators.largest)
     assert largest == [512 * ids.numel(), 512 * max(64, chunk)]  # now the head's own gradient
 
 

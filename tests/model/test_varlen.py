@@ -214,7 +214,6 @@ KINDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "llama": ({}, None),
     "mistral": ({"sliding_window": 40}, None),
     "gemma3_text": ({"sliding_window": 16}, None),
-    "qwen3": ({}, None),
     "gemma2": ({}, "scores are capped"),
     "gpt_oss": ({"num_local_experts": 4}, "sinks"),
     "gpt2": ({}, "dropout"),
