@@ -86,13 +86,6 @@ def test_a_node_that_comes_late_waits_for_the_next_attempt(met: Places, waiting:
             joining.result()
 
 
-def test_all_nodes_that_are_allowed_start_at_once(met: Places, waiting: list[str]) -> None:
-    endpoint = free_endpoint()
-    with ThreadPoolExecutor() as pool:
-        found = [*pool.map(lambda each: each.next_rendezvous(), [node(endpoint), node(endpoint)])]
-    assert [each.world_size for each in found] == [2, 2] and sorted(met) == [(0, 2), (1, 2)] and not waiting
-
-
 def test_nodes_with_the_same_host_name_and_process_number_meet(
     met: Places, waiting: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +97,7 @@ def test_nodes_with_the_same_host_name_and_process_number_meet(
         nodes[-1].settings.timeout._join = timedelta(seconds=10)
     with ThreadPoolExecutor() as pool:
         assert [each.world_size for each in pool.map(lambda each: each.next_rendezvous(), nodes)] == [2, 2]
+    assert sorted(met) == [(0, 2), (1, 2)] and not waiting
 
 
 REFUSAL = {"host": "n2", "type": "DataError", "message": "data.path: rows.jsonl was not found"}

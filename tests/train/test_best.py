@@ -12,15 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import build
-from support import TINY, events, fsdptrain, on_ranks, write_recipe
+from support import TINY, events, fsdptrain, on_ranks, planned, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.checkpoint.manifest import survey
-from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import Topology
 from fsdptrain.report.status import Observer, status_lines
 from fsdptrain.run_folder.ownership import read_export_record
 from fsdptrain.run_folder.rundir import RunDir
@@ -53,20 +50,16 @@ def test_the_best_are_kept_and_exported_however_often_the_run_is_resumed(tmp_pat
     assert survey(rundir)["best"] == 20
 
 
-def two_sources(tmp: Path, **changes: Any) -> Path:
-    """Write a recipe of two sources with held-out rows, of which hardly more than the first is trained."""
-    for name, words in (("loud", "tick tock bang"), ("quiet", "still waters run")):
-        rows = [json.dumps({"text": f"{words} " * (10 + number % 7)}) for number in range(100)]
-        (tmp / f"{name}.jsonl").write_text("\n".join(rows))
-    sources = [{"path": "loud.jsonl", "weight": 1000}, {"path": "quiet.jsonl", "weight": 1}]
-    return write_recipe(tmp, **EVALUATED, data__path=None, data__sources=sources, **changes)
-
-
 def test_a_run_ends_when_one_source_gets_worse_and_goes_on_by_all(tmp_path: Path) -> None:
     """What is trained on loud is lost on quiet, so their losses order the steps the other way round."""
-    recipe = two_sources(
-        tmp_path, eval__every=1, eval__patience=2, eval__best_of="quiet", checkpoint__every=None, train__steps=6,
-        optim__lr=0.01, schedule__name="constant", schedule__warmup=0,
+    for name, words in (("loud", "tick tock bang"), ("quiet", "still waters run")):
+        rows = [json.dumps({"text": f"{words} " * (10 + number % 7)}) for number in range(100)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    sources = [{"path": "loud.jsonl", "weight": 1000}, {"path": "quiet.jsonl", "weight": 1}]
+    recipe = write_recipe(
+        tmp_path, **EVALUATED, data__path=None, data__sources=sources, eval__every=1, eval__patience=2,
+        eval__best_of="quiet", checkpoint__every=None, train__steps=6, optim__lr=0.01, schedule__name="constant",
+        schedule__warmup=0,
     )  # fmt: skip
     done = fsdptrain("run", recipe)
     run, said = tmp_path / "run", done.stdout
@@ -97,7 +90,7 @@ def test_a_weight_that_only_held_out_rows_reach_is_named_if_it_is_not_finite(tmp
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "ÿ" * 20}, ensure_ascii=False))
     base = LlamaForCausalLM(LlamaConfig(**TINY | {"num_hidden_layers": 1}))
     base.save_pretrained(tmp_path / "model")
-    tokenizer = load_tokenizer(make_plan(load(recipe), Topology("cpu", 1, 1)), lambda *_: None)
+    tokenizer = load_tokenizer(planned(recipe), lambda *_: None)
     with torch.no_grad():
         base.model.embed_tokens.weight[tokenizer("ÿ").input_ids[-1]] = nan
     base.save_pretrained(tmp_path / "model")

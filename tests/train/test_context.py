@@ -15,7 +15,7 @@ import torch.distributed as dist
 from architectures import KINDS as KINDS_OF_ALL
 from architectures import small_config
 from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, planned, write_pretrained, write_recipe
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from fsdptrain.config.reader import load
@@ -25,7 +25,7 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.varlen import AllToAll
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import Topology, find_topology
+from fsdptrain.plan.topology import Topology
 from fsdptrain.train import trainer
 from fsdptrain.train.preflight import prepare_model
 
@@ -56,24 +56,25 @@ MORE_OPTIONS = {
     "one stream": ["data.packing=concat"],
     "frozen": ["model.trainable=[layers.2]"],
     "8-bit state": ["optim.name=adamw_8bit"],
+    "compiled": ["train.compile=true"],
 }
+SOAK = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a recipe that starts from a random Qwen3, whose layers norm queries and keys, on packed documents."""
     tmp = tmp_path_factory.mktemp("context")
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(Qwen3Config(**TINY, head_dim=16)).save_pretrained(tmp / "model")
+    recipe = write_pretrained(
+        tmp, Qwen3Config(**TINY, head_dim=16), data__eval={"fraction": 0.1}, train__steps=STEPS,
+        train__global_batch_size=BATCH, train__micro_batch_size=2,
+    )  # fmt: skip
     many = Qwen3Config(**TINY | {"num_attention_heads": 8}, head_dim=8)
     AutoModelForCausalLM.from_config(many).save_pretrained(tmp / "many heads")
     (tmp / "short.jsonl").write_text("".join(f'{{"text": "Hear row {n}."}}\n' for n in range(80)))
     mistral = MistralConfig(**TINY, sliding_window=20, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(mistral).save_pretrained(tmp / "mistral")
-    return write_recipe(
-        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
-        train__steps=STEPS, train__global_batch_size=BATCH, train__micro_batch_size=2,
-    )  # fmt: skip
+    return recipe
 
 
 def assert_layouts_agree(
@@ -92,13 +93,9 @@ def assert_layouts_agree(
         assert max(loss, norm) < LIMIT, name
 
 
-def test_curves_agree_with_the_plain_loop(recipe: Path, tmp_path: Path) -> None:
-    assert_layouts_agree(LAYOUTS, recipe, tmp_path)
-
-
-@pytest.mark.soak
-def test_every_layout_agrees_with_the_plain_loop(recipe: Path, tmp_path: Path) -> None:
-    assert_layouts_agree(MORE_LAYOUTS, recipe, tmp_path)
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=SOAK)], ids=["some", "more"])
+def test_curves_agree_with_the_plain_loop(layouts: dict[str, list[str]], recipe: Path, tmp_path: Path) -> None:
+    assert_layouts_agree(layouts, recipe, tmp_path)
 
 
 @pytest.mark.soak
@@ -134,18 +131,9 @@ def assert_options_agree(
     assert not wrong
 
 
-def test_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
-    assert_options_agree(OPTIONS, recipe, tmp_path)
-
-
-@pytest.mark.soak
-def test_more_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
-    assert_options_agree(MORE_OPTIONS, recipe, tmp_path)
-
-
-@pytest.mark.soak
-def test_compiled_layers_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
-    assert_options_agree({"compiled": ["train.compile=true"]}, recipe, tmp_path, compiled="aot_eager")
+@pytest.mark.parametrize("options", [OPTIONS, pytest.param(MORE_OPTIONS, marks=SOAK)], ids=["some", "more"])
+def test_options_give_the_same_with_shared_rows(options: dict[str, list[str]], recipe: Path, tmp_path: Path) -> None:
+    assert_options_agree(options, recipe, tmp_path, compiled="aot_eager")
 
 
 def test_a_run_resumes_bitwise_and_with_other_ranks_in_a_row(recipe: Path, tmp_path: Path) -> None:
@@ -167,8 +155,7 @@ def test_a_report_on_a_hang_names_the_exchange(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_report_on_a_nan_names_the_ranks_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = load(write_recipe(tmp_path, launch__nproc_per_node=4), [TWO])
-    plan = make_plan(written, find_topology(written.recipe, {}))
+    plan = planned(write_recipe(tmp_path), TWO, ranks=4)
     found = [(rank, 0, "the loss is nan") for rank in (2, 3)]
     monkeypatch.setattr(trainer, "find_sources", lambda *_: found)
     monkeypatch.setattr(trainer, "find_weights", lambda *_: [])
@@ -191,8 +178,7 @@ KINDS = {  # kind → what hinders ranks to share its rows
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_architecture_is_refused_if_tokens_see_one_another_outside_of_attention(kind: str, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, parallel={"context": 2})
-    plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
+    plan = planned(write_recipe(tmp_path), TWO, ranks=2)
     bare = skeleton(small_config(kind), plan.recipe.model)
     if KINDS[kind]:
         with pytest.raises(RecipeError, match=f"parallel.context: 2 ranks cannot share a row: .*{KINDS[kind]}"):
@@ -208,8 +194,7 @@ UNSCALED = {"gemma3n_text": ["optim.name=sgd", "optim.lr=0.05"]}
 
 @pytest.mark.soak
 def test_every_architecture_that_is_accepted_gives_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
-    written = load(recipe, [TWO])
-    plan, accepted = make_plan(written, find_topology(written.recipe, {})), dict[str, list[str]]()
+    plan, accepted = planned(recipe, TWO, ranks=2), dict[str, list[str]]()
     for kind in KINDS_OF_ALL:
         with contextlib.suppress(RecipeError):
             config = small_config(kind)
@@ -248,6 +233,5 @@ def test_ranks_of_several_whole_nodes_can_share_a_row(tmp_path: Path) -> None:
 def test_what_cannot_share_rows_is_refused(case: str, tmp_path: Path) -> None:
     words, message = REFUSED[case]
     with pytest.raises(RecipeError) as refused:
-        written = load(write_recipe(tmp_path), words)
-        prepare_model(make_plan(written, Topology("cpu", 1, 4)), 512)
+        prepare_model(planned(write_recipe(tmp_path), *words, ranks=4), 512)
     assert message in str(refused.value)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from ranks import build, curve, evaluated
 from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
-from support import TINY, on_ranks, strategies, write_pairs, write_recipe
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support import TINY, on_ranks, strategies, write_pairs, write_pretrained
+from transformers import LlamaConfig
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.train import step as engine_module
@@ -27,11 +27,9 @@ ALL_KEYS = ["train.dpo.beta=0.5", "train.dpo.label_smoothing=0.1", "train.dpo.sf
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a recipe that starts from a random Llama, with several pairs in every sequence."""
     tmp = tmp_path_factory.mktemp("dpo")
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp / "model")
     write_pairs(tmp / "pairs.jsonl")
-    return write_recipe(
-        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, optim__lr=LR,
+    return write_pretrained(
+        tmp, LlamaConfig(**TINY), optim__lr=LR,
         data={"path": str(tmp / "pairs.jsonl"), "format": "preference", "seq_len": 192, "eval": {"fraction": 0.2}},
         train={"steps": STEPS, "global_batch_size": BATCH, "objective": "dpo"},
     )  # fmt: skip

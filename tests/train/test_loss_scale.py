@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import build, digest_of
 from reference import cosine_rates, documents_of, largest_difference, plain_adamw, stream_of
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, write_pretrained
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -74,11 +74,9 @@ def plain_curve(folder: Path, recipe: Path, scaler: torch.amp.GradScaler) -> lis
 
 
 def test_float16_trains_as_a_plain_loop_with_gradscaler_and_resumes_bitwise(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
-    recipe = write_recipe(
-        tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}, train__steps=STEPS,
-        train__global_batch_size=BATCH, fsdp__mixed_precision={"param_dtype": "float16"}, checkpoint__every=None,
+    recipe = write_pretrained(
+        tmp_path, LlamaConfig(**TINY), train__steps=STEPS, train__global_batch_size=BATCH,
+        fsdp__mixed_precision={"param_dtype": "float16"}, checkpoint__every=None,
     )  # fmt: skip
     words = {"start": START, "interval": INTERVAL, "at": AT, "overrides": []}
     found, other = on_ranks(2, scaled, tmp_path / "ranks", recipe=str(recipe), **words)

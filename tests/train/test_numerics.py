@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import build
 from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
-from support import STRATEGIES, TINY, events, on_ranks, strategies, write_recipe
+from support import STRATEGIES, TINY, events, on_ranks, strategies, write_pretrained, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS, BATCH = 20, 16
@@ -24,13 +24,9 @@ Curve = Callable[[str, str, int], list[list[float]]]  # of a model, in a dtype, 
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a recipe that starts from a random Llama, with several documents in every sequence."""
     tmp = tmp_path_factory.mktemp("numerics")
-    for name, tied in {"model": False, "tied": True}.items():
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=tied)).save_pretrained(tmp / name)
-    return write_recipe(
-        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, train__steps=STEPS,
-        train__global_batch_size=BATCH,
-    )  # fmt: skip
+    recipe = write_pretrained(tmp, LlamaConfig(**TINY), train__steps=STEPS, train__global_batch_size=BATCH)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=True)).save_pretrained(tmp / "tied")
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +59,32 @@ def all_variants(world: int) -> dict[str, list[str]]:
     return dict(variant(world, s, a, a == 2, dtype) for dtype in LIMITS for s in strategies(world) for a in (1, 2, 4))
 
 
-def some_variants(world: int) -> dict[str, list[str]]:
+def some_variants(world: int, recipe: Path) -> dict[str, list[str]]:
     """Return one variant of each strategy in float32 with held gradients (on one rank NO_SHARD), FULL_SHARD in bf16."""
     chosen = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
     names = [f"{strategy} × {world} / 2 held float32" for strategy in chosen]
     made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
-    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")]) | (of_two_ranks() if world == 2 else {})
+    made |= dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")])
+    return made | (of_two_ranks(recipe) if world == 2 else {})
 
 
-def of_two_ranks() -> dict[str, list[str]]:
-    """Return variants that hold shards of gradients, between copies and on their way to the host, and of one bucket."""
+def of_two_ranks(recipe: Path) -> dict[str, list[str]]:
+    """Return variants that hold shards of gradients, between copies and on their way to the host, and of one bucket.
+
+    Also of the plain loss (the others use the chunked one), and of tied weights, which belong to the root unit.
+    """
     held = "fsdp.accumulation=hold_shards"
     _, bucket = variant(2, "NO_SHARD", 4, False, "bfloat16")
     _, copies = variant(2, "HYBRID_SHARD", 4, False, "float32")
     _, offloaded = variant(2, "FULL_SHARD", 4, False, "bfloat16")
+    _, plain = variant(2, "FULL_SHARD", 2, True, "float32")
+    _, tied = variant(2, "FULL_SHARD", 2, True, "bfloat16")
     return {
         "HYBRID_SHARD × 2 / 4 shards held float32": [*copies, "fsdp.shard_size=1", held],
         "FULL_SHARD × 2 / 4 shards held, offloaded bfloat16": [*offloaded, "fsdp.cpu_offload=true", held],
         "NO_SHARD × 2 / 4 in one bucket bfloat16": [*bucket, "fsdp.bucket_cap_mb=100"],
+        "plain FULL_SHARD × 2 / 2 held float32": [*plain, "train.loss=plain"],
+        "tied FULL_SHARD × 2 / 2 held bfloat16": [*tied, f"model.id={recipe.parent / 'tied'}"],
     }
 
 
@@ -105,18 +109,7 @@ def assert_curves_agree(
 # 4 ranks: in test_resume, and in the soak test below.
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, reference: Curve, tmp_path: Path) -> None:
-    assert_curves_agree(world, some_variants(world), recipe, reference, tmp_path)
-
-
-def test_both_losses_agree_with_the_plain_loop(recipe: Path, reference: Curve, tmp_path: Path) -> None:
-    """Test the plain loss (other tests use the chunked one), and tied weights, which belong to the root unit."""
-    plain, overrides = variant(2, "FULL_SHARD", 2, True, "float32")
-    tied, others = variant(2, "FULL_SHARD", 2, True, "bfloat16")
-    variants = {
-        f"plain {plain}": [*overrides, "train.loss=plain"],
-        f"tied {tied}": [*others, f"model.id={recipe.parent / 'tied'}"],
-    }
-    assert_curves_agree(2, variants, recipe, reference, tmp_path)
+    assert_curves_agree(world, some_variants(world, recipe), recipe, reference, tmp_path)
 
 
 def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(tmp_path: Path) -> None:
@@ -137,7 +130,7 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
 @pytest.mark.soak
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_curve_agrees_with_the_plain_loop(world: int, recipe: Path, reference: Curve, tmp_path: Path) -> None:
-    variants = all_variants(world) | (of_two_ranks() if world == 2 else {})
+    variants = all_variants(world) | (of_two_ranks(recipe) if world == 2 else {})
     assert_curves_agree(world, variants, recipe, reference, tmp_path, dict.fromkeys(LIMITS, STEPS))
 
 

@@ -74,7 +74,9 @@ def test_weight_decay_depends_on_what_a_parameter_is(kind: str) -> None:
 def test_the_registry_lists_the_state_that_the_optimizer_keeps(name: str) -> None:
     for master in ("float32", "bfloat16"):
         recipe = Recipe(model=Model(dtype=master), optim=OPTIMIZERS[name])  # type: ignore[arg-type]
-        model = small_model().to(getattr(torch, master))
+        # An embedding, vectors, and matrices with and without blocks of 8-bit values.
+        parts = torch.nn.Embedding(5, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 3), torch.nn.Linear(3, 512)
+        model = torch.nn.Sequential(*parts).to(getattr(torch, master))
         optimizer = make_optimizer(model, recipe.optim)
         start_state(optimizer)
         kept = []
@@ -94,13 +96,6 @@ def test_the_registry_lists_the_state_that_the_optimizer_keeps(name: str) -> Non
         assert recipe.optim.state_bytes(weights, master) == sum(value.nbytes for value in kept)  # type: ignore[arg-type]
         set_step(optimizer, 7)
         assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} <= {7.0}
-
-
-def small_model() -> torch.nn.Module:
-    """Return a model with an embedding, vectors, and matrices with and without blocks of 8-bit values."""
-    return torch.nn.Sequential(
-        torch.nn.Embedding(5, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 3), torch.nn.Linear(3, 512)
-    )
 
 
 def of_kind(kind: OptimizerKind, **settings: Any) -> Optim:

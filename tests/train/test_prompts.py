@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ranks import build, curve
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, write_pretrained
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 PROMPTS, MOST = ["First Citizen:\n", "KING"], 6
@@ -21,13 +21,9 @@ VARIANTS = {
 
 
 def test_every_arrangement_writes_what_generate_writes(tmp_path: Path) -> None:
-    torch.manual_seed(1)
     config = Qwen3Config(**TINY, head_dim=16, initializer_range=0.2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    recipe = write_recipe(
-        tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
-        eval={"prompts": PROMPTS, "max_new_tokens": MOST},
-    )  # fmt: skip
+    asked = {"prompts": PROMPTS, "max_new_tokens": MOST}
+    recipe = write_pretrained(tmp_path, config, data__eval={"fraction": 0.1}, eval=asked)
     ranks = on_ranks(2, continuations, tmp_path / "out", recipe=str(recipe), variants=VARIANTS)
     assert ranks[0] == ranks[1]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
