@@ -267,7 +267,9 @@ def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
 
 def test_the_own_plan_is_marked_and_simulated_only_once(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.micro_batch_size=8")
-    ask = FakeForecaster(activations=1)
+    ask, idle, progress = FakeForecaster(activations=1), FakeForecaster(), list[int]()
+    found = search(plan, CPU, ask(plan, CPU), [ask, idle], Counts(1, 1), progress=progress.append)
+    assert not idle.asked and progress == [*range(1, found.tried + 1)], "on a CPU one forecaster is used"
     found = advice(plan, ask)
     assert [option.own for option in found.options].count(True) == 1
     assert ("FULL_SHARD", 4, "none", 8) not in tried(ask)
@@ -278,17 +280,13 @@ def test_the_own_plan_is_marked_and_simulated_only_once(tmp_path: Path) -> None:
     assert again.best and again.best.own and "your plan is the fastest that fits" in render.advice_lines(again)
 
 
-def test_ranking_prefers_speed_and_among_about_equals_free_memory(tmp_path: Path) -> None:
+def test_ranking_prefers_speed_then_free_memory_and_the_own_plan_is_shown_too(tmp_path: Path) -> None:
     option = advice(plan_of(tmp_path), FakeForecaster(activations=1)).options[0]
     slow = dataclasses.replace(option, step_s=10.0)
     tight = dataclasses.replace(option, step_s=9.8, tight=True)
     fast = dataclasses.replace(option, step_s=9.0, tight=True)
     refused = dataclasses.replace(option, step_s=1.0, fits=False)
     assert ranked([slow, refused, tight, fast]) == [fast, slow, tight, refused]
-
-
-def test_the_fastest_are_shown_and_the_own_plan(tmp_path: Path) -> None:
-    option = advice(plan_of(tmp_path), FakeForecaster(activations=1)).options[0]
     options = [dataclasses.replace(option, step_s=1.0 + i, own=i == 11) for i in range(12)]
     assert render.shown_options(options) == [*options[: render.ADVICE_SHOWN], options[11]]
 
@@ -331,15 +329,6 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
     for overrides in changes:
         pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
         assert draft_plan(pasted, topology, elsewhere=True)[1] == []
-
-
-def test_on_a_cpu_one_forecaster_is_used(tmp_path: Path) -> None:
-    ask, idle = FakeForecaster(activations=1), FakeForecaster()
-    plan = plan_of(tmp_path)
-    own = ask(plan, CPU)
-    progress: list[int] = []
-    found = search(plan, CPU, own, [ask, idle], Counts(1, 1), progress=progress.append)
-    assert not idle.asked and progress == [*range(1, found.tried + 1)]
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
@@ -404,22 +393,16 @@ def test_out_of_memory_shows_the_forecast_and_three_overrides_that_fit(tmp_path:
     for line in fitting:
         words = line.split("  ")[1].split()
         assert ask(plan_of(tmp_path, "train.micro_batch_size=8", *words), H100).fits
-
-
-def test_out_of_memory_names_other_kinds_of_training_where_all_else_needs_offload(tmp_path: Path) -> None:
     plan = pretrained_plan(tmp_path)
-    lines = relief_lines(plan, H100_START, FakeForecaster(state=6000, activations=1))
-    assert lines[-1].startswith("these also need less memory, but change") and "adapter.kind=qlora" in lines[-1]
+    last = relief_lines(plan, H100_START, FakeForecaster(state=6000, activations=1))[-1]  # all else needs offload
+    assert last.startswith("these also need less memory, but change") and "adapter.kind=qlora" in last
     assert "adapter.kind" not in str(relief_lines(plan, H100_START, FakeForecaster(activations=400)))
 
 
 @pytest.mark.parametrize("start", [None, {"device": "NVIDIA T1000", "device_memory_bytes": 4e9}])
-def test_without_a_known_card_the_overrides_are_not_forecast(start: Any, tmp_path: Path) -> None:
+def test_without_a_known_card_or_a_forecast_the_overrides_are_left(start: Any, tmp_path: Path) -> None:
     lines = relief_lines(plan_of(tmp_path), start, FakeForecaster())
     assert lines[:2] == ["no forecast: the card is not known", "overrides that need less memory:"]
     assert lines[2] == "  fsdp.activation_checkpointing=full"
-
-
-def test_a_failed_forecast_leaves_the_overrides(tmp_path: Path) -> None:
     lines = relief_lines(plan_of(tmp_path), H100_START, FakeForecaster(fails=("FULL_SHARD",)))
     assert lines[0].startswith("no forecast: the step could not be simulated") and len(lines) > 2

@@ -17,9 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from simulated import SMALL, plan_of
+from simulated import SMALL, config_of, plan_of
 from support import TINY, sample
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import processes
 from fsdptrain.config.schema import Recipe, Recomputation
@@ -29,6 +28,7 @@ from fsdptrain.forecast.server import time_of
 from fsdptrain.forecast.timing import COMPILED, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
 from fsdptrain.model.config import load_config
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
 from fsdptrain.plan.plan import Plan
@@ -41,7 +41,6 @@ from fsdptrain.validation.findings import Findings, show_outcome
 from fsdptrain.validation.request import Request
 
 H100 = KNOWN["h100-80gb"]
-KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
 
 # --- hardware --------------------------------------------------------------------------------------------------------
@@ -392,31 +391,20 @@ def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
     changes = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 8 * shard_nodes} if shard_nodes < 4 else {}
     plan = gpu_plan(tmp_path, 32, 4, train__global_batch_size=32, train__micro_batch_size=1, **changes)
     found = forecaster.forecast(plan, H100)
-    fields = dict(plan.recipe.model.config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    count = {
-        name: sum(p.numel() for p in part.parameters())
-        for name, part in (("all", model), ("layers", model.model.layers))
-    }
+    model = skeleton(config_of(plan), plan.recipe.model)
+    every, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
     size = 8 * shard_nodes
     ring = (size - 1) / size
-    gathered = 2 * (count["all"] + count["layers"]) * ring  # bfloat16
-    reduced = 4 * count["all"] * ring  # float32
-    summed = 2 * 4 * count["all"] / size * (1 - 1 / plan.replicas)  # an all-reduce of the shard over the copies
-    sent, network = (
-        {kind: sum(c[key] for c in found.collectives if c["kind"] == kind and c["count"] > 1) for kind in KINDS}
-        for key in ("wire", "network")
-    )
-    expected = dict(zip(KINDS, (gathered, reduced, summed), strict=True))
-    assert sent == pytest.approx(expected, rel=1e-3)
+    expected = {
+        "all-gather": 2 * (every + layers) * ring,  # bfloat16
+        "reduce-scatter": 4 * every * ring,  # float32
+        "all-reduce": 2 * 4 * every / size * (1 - 1 / plan.replicas),  # of the shard, over the copies
+    }
     # Each node has 8 ranks of a group of several nodes, and one rank of each group of copies.
-    leave = (
-        {"all-gather": 1 / 8, "reduce-scatter": 1 / 8} if shard_nodes > 1 else {"all-gather": 0, "reduce-scatter": 0}
-    )
-    assert network == pytest.approx(
-        {kind: expected[kind] * (leave | {"all-reduce": 1})[kind] for kind in KINDS}, rel=1e-3
-    )
+    leave = dict.fromkeys(expected, 1 / 8 if shard_nodes > 1 else 0.0) | {"all-reduce": 1.0}
+    for key, share in {"wire": dict.fromkeys(expected, 1.0), "network": leave}.items():
+        sent = {k: sum(c[key] for c in found.collectives if c["kind"] == k and c["count"] > 1) for k in expected}
+        assert sent == pytest.approx({k: whole * share[k] for k, whole in expected.items()}, rel=1e-3), key
 
 
 def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Forecaster) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Operators
 from simulated import SMALL, config_of, plan_of
 from support import in_process
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,17 +35,11 @@ def inputs(groups: int, dtype: torch.dtype = torch.bfloat16, length: int = LENGT
 
 def called(*qkv: torch.Tensor, **options: Any) -> list[str]:
     """Return the attention operators that the choice for CUDA calls on a device, here of type `meta`."""
-    names: list[str] = []
-
-    class Names(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(func._overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Names():
+    with Operators() as operators:
         cuda_attention("meta", torch.nn.functional.scaled_dot_product_attention)(
             *(x.to("meta") for x in qkv), **options
         )
+    names = [operator._overloadpacket.__name__ for operator in operators.called]
     return [name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in names if "_dot_" in name]
 
 

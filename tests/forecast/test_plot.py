@@ -119,9 +119,6 @@ def test_a_path_that_cannot_be_plotted_to_is_rejected(tmp_path: Path, name: str,
     with pytest.raises(RecipeError, match=f"^--plot: .*{re.escape(words)}"):
         draw_timeline(Trace(), CARD, GIB, tmp_path / name, "t")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_is_a_recipe_error(tmp_path: Path) -> None:
     (tmp_path / "step.svg").mkdir()
     with pytest.raises(RecipeError, match=r"^--plot: cannot write .*step\.svg"):
         draw_timeline(Trace(), CARD, GIB, tmp_path / "step.svg", "t")
