@@ -21,7 +21,6 @@ class Family:
     last_turn: str | None = None  # of the last turn, if it differs
     bos: str | None = None
     trims: bool = False  # white space around the content
-    system: bool = True  # whether it accepts a system message
     call: str | None = None  # of a turn that calls get_weather(city=Paris)
     stops: tuple[str, ...] = ()  # tokens that end an answer by the model's generation config
 
@@ -33,51 +32,28 @@ def loop(body: str, before: str = "", after: str = "") -> str:
 
 
 CHATML_TOKENS = ("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>")
-ALTERNATE = (
-    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-)
 SYSTEM_APART = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set talk = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set talk = messages %}{% endif %}"
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-MISTRAL_CALL = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "123456789"}]</s>'
 INST = ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
         "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")  # fmt: skip
 
-
-def mistral(user: str, assistant: str) -> str:
-    """Return a template of Mistral: tools are before the last question, the system prompt inside it."""
-    return (
-        SYSTEM_APART + "{{ bos_token }}{% set users = talk | selectattr('role', 'equalto', 'user') | list %}"
-        "{% for m in talk %}{% if m['role'] == 'user' %}"
-        "{% if tools and m == users[-1] %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
-        "{% if loop.last and system or m == users[-1] and system %}{{ '"
-        + user
-        + "' + system + '\n\n' + m['content'] }}"
-        "{% else %}{{ '" + user + "' + m['content'] }}{% endif %}{{ '[/INST]' }}"
-        "{% elif m.tool_calls is defined %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}"
-        "{% set out = call.function | tojson %}{{ out[:-1] }}"
-        "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
-        "{{ ', \"id\": \"' + call.id + '\"}' }}{{ ', ' if not loop.last else ']' + eos_token }}{% endfor %}"
-        "{% elif m['role'] == 'assistant' %}{{ " + assistant + " + eos_token }}"
-        "{% elif m['role'] == 'tool' %}{{ '[TOOL_RESULTS]{\"content\": ' + m.content + '}[/TOOL_RESULTS]' }}"
-        "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
-    )
-
-
-LLAMA2 = (
-    SYSTEM_APART + "{% for m in talk %}" + ALTERNATE + "{% if loop.index0 == 0 and system %}"
-    "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content = m['content'] %}"
-    "{% endif %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA3_HEAD = "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
-LLAMA3 = loop(
-    "{% set content = " + LLAMA3_HEAD + " + m['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}",
-    after="<|start_header_id|>assistant<|end_header_id|>\n\n",
+# Tools are before the last question, the system prompt inside it.
+TEKKEN = (
+    SYSTEM_APART + "{{ bos_token }}{% set users = talk | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in talk %}{% if m['role'] == 'user' %}"
+    "{% if tools and m == users[-1] %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST]' }}{% if loop.last and system or m == users[-1] and system %}{{ system + '\n\n' }}{% endif %}"
+    "{{ m['content'] + '[/INST]' }}"
+    "{% elif m.tool_calls is defined %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}"
+    "{% set out = call.function | tojson %}{{ out[:-1] }}"
+    "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    "{{ ', \"id\": \"' + call.id + '\"}' }}{{ ', ' if not loop.last else ']' + eos_token }}{% endfor %}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% elif m['role'] == 'tool' %}{{ '[TOOL_RESULTS]{\"content\": ' + m.content + '}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
 )
 LLAMA31 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}"
@@ -86,7 +62,7 @@ LLAMA31 = (
     "{% if tools %}{{ 'You have these functions:\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) + '\n\n' }}{% endfor %}"
     "{% endif %}{{ system + '<|eot_id|>' }}"
     "{% for m in messages %}{% if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
-    "{{ " + LLAMA3_HEAD + " + m['content'] | trim + '<|eot_id|>' }}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
     "{% elif 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     "{% set call = m.tool_calls[0].function %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
@@ -143,7 +119,8 @@ QWEN3 = (
 GEMMA3 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}"
     "{% set talk = messages[1:] %}{% else %}{% set first = '' %}{% set talk = messages %}{% endif %}"
-    "{% for m in talk %}" + ALTERNATE + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{% for m in talk %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}"
+    "{% endif %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
     "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}"
     "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{{ raise_exception('Invalid content type') }}"
     "{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
@@ -197,16 +174,6 @@ GLM45 = (
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-EXAONE4 = (
-    "{% if tools %}{{ '[|system|]\n# Available Tools\n' + (tools | tojson) + '[|endofturn|]\n' }}{% endif %}"
-    "{% for m in messages %}{{ '[|' + m.role + '|]\n' }}{% if m.role == 'assistant' %}{% set content = m.content or '' %}"
-    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1].strip() %}{% endif %}"
-    "{{ '<think>\n\n</think>\n\n' + content }}{% for call in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{% elif m.role == 'tool' %}{{ '<tool_result>' + ({'result': m.content} | tojson) + '</tool_result>' }}"
-    "{% else %}{{ m.content }}{% endif %}{{ '[|endofturn|]\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[|assistant|]\n<think>\n' + ('' if enable_thinking else '\n</think>\n\n') }}{% endif %}"
 )
 COHERE = ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
           "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "<BOS_TOKEN>")  # fmt: skip
@@ -266,18 +233,12 @@ HARMONY = (
     "{{ call.arguments | tojson }}{{ '<|call|>' }}"
     "{% elif m.role == 'assistant' %}"
     "{% if loop.last and not add_generation_prompt %}"
+    "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
     "{% elif m.role == 'tool' %}{{ '<|start|>functions.' + calls.name + ' to=assistant<|message|>' + (m.content | tojson) + '<|end|>' }}"
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
-)
-TULU = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{% if not loop.last %}{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}"
-    "{% else %}{{ '<|assistant|>\n' + m['content'] + eos_token }}{% endif %}"
-    "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endif %}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -289,9 +250,6 @@ THINK = "<think>\n\n</think>\n\n"
 
 FAMILIES = {
     "plain": Family(PLAIN_CHAT_TEMPLATE, ("<|endoftext|>",), "{}<|endoftext|>"),
-    "llama2": Family(LLAMA2, ("</s>", "<s>"), " {} </s>", bos="<s>", trims=True),
-    "llama3": Family(LLAMA3, ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-                     "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True),
     "llama3.1": Family(LLAMA31, ("<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>",
                                  "<|end_header_id|>"), "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True,
                        call='{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>'),
@@ -305,16 +263,8 @@ FAMILIES = {
     "qwen2.5": Family(QWEN25, CHATML_TOKENS, "{}<|im_end|>", call=CALL + "<|im_end|>"),
     "qwen3": Family(QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", last_turn=THINK + "{}<|im_end|>",
                     call=CALL + "<|im_end|>"),
-    "smollm3": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-                           "{{ '<think>\n\n</think>\n' + m['content'].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}"
-                           "{{ '<|im_end|>\n' }}", after="<|im_start|>assistant\n"),
-                      CHATML_TOKENS, "<think>\n\n</think>\n{}<|im_end|>"),
-    "mistral v1": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
-                         "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}"
-                         "{% endfor %}", ("</s>", "<s>"), "{}</s>", bos="<s>", system=False),
-    "mistral v3": Family(mistral("[INST] ", "' ' + m['content'] | trim"), INST, " {}</s>", bos="<s>", trims=True,
-                         call=MISTRAL_CALL),
-    "mistral tekken": Family(mistral("[INST]", "m['content']"), INST, "{}</s>", bos="<s>", call=MISTRAL_CALL),
+    "mistral tekken": Family(TEKKEN, INST, "{}</s>", bos="<s>", call='[TOOL_CALLS][{"name": "get_weather", '
+                             '"arguments": {"city": "Paris"}, "id": "123456789"}]</s>'),
     "gemma3": Family(GEMMA3, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
                      trims=True),
     "gemma4": Family(GEMMA4, ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>",
@@ -327,42 +277,21 @@ FAMILIES = {
     "command-a": Family(COMMAND_A, COHERE, "<|START_RESPONSE|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>",
                         call='<|START_ACTION|>[{"tool_name": "get_weather", "parameters": {"city": "Paris"}}]'
                         "<|END_ACTION|><|END_OF_TURN_TOKEN|>"),
-    "command-a, asked": Family(COMMAND_A + "{% if add_generation_prompt %}<|START_RESPONSE|>{% endif %}", COHERE,
-                               "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>"),
-    "deepseek v2": Family("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
-                          "{{ 'User: ' + m['content'] + '\n\n' }}{% elif m['role'] == 'assistant' %}"
-                          "{{ 'Assistant: ' + m['content'] + eos_token }}{% else %}{{ m['content'] + '\n\n' }}{% endif %}"
-                          "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
-                          DEEPSEEK, " {}<｜end▁of▁sentence｜>", bos="<｜begin▁of▁sentence｜>"),
     "deepseek v3": Family(deepseek("<｜Assistant｜>", ""), DEEPSEEK, "{}<｜end▁of▁sentence｜>",
                           bos="<｜begin▁of▁sentence｜>",
                           call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
                           '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'),
     "deepseek r1": Family(deepseek("<｜Assistant｜><think>\n", CUT_THOUGHTS), DEEPSEEK, "{}<｜end▁of▁sentence｜>",
                           bos="<｜begin▁of▁sentence｜>"),
-    "zephyr": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
-                     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}",
-                     ("</s>",), "\n{}</s>"),
     "metharme": Family(METHARME, ("</s>", "<s>", "<|system|>", "<|user|>", "<|model|>"), "{}", last_turn="{}</s>", bos="<s>",
                        trims=True),
     "falcon": Family(loop("{{ m['role'] | capitalize + ': ' + m['content'] + '\n\n' }}", after="Assistant:"),
                      ("<|endoftext|>",), " {}"),
-    "tulu": Family(TULU, ("</s>", "<s>"), "{}</s>", bos="<s>"),
     "glm4": Family(loop("{{ '<|' + m['role'] + '|>\n' + m['content'] }}", "[gMASK]<sop>", "<|assistant|>"),
                    ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|system|>", "<|assistant|>"), "\n{}"),
     "gpt-oss": Family(HARMONY, ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
                       "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>",
                       call=' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
-    "gpt-oss, thinking": Family(HARMONY.replace(
-        "{% if loop.last and not add_generation_prompt %}", "{% if loop.last and not add_generation_prompt %}"
-        "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
-    ), ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
-        "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>"),
-    "exaone": Family(loop("{% if loop.first and m['role'] != 'system' %}{{ '[|system|][|endofturn|]\n' }}{% endif %}"
-                          "{{ '[|' + m['role'] + '|]' + m['content'] }}"
-                          "{% if m['role'] == 'user' %}{{ '\n' }}{% else %}{{ '[|endofturn|]\n' }}{% endif %}",
-                          after="[|assistant|]"), ("[|endofturn|]", "[|system|]", "[|user|]", "[|assistant|]"),
-                     "{}[|endofturn|]"),
     "qwen3.5": Family(QWEN35, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", trims=True,
                       call="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
                       "</parameter>\n</function>\n</tool_call><|im_end|>"),
@@ -371,8 +300,6 @@ FAMILIES = {
                      stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
                      call="\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
                      "</tool_call><|observation|>"),
-    "exaone4": Family(EXAONE4, ("[|endofturn|]", "[|system|]", "[|user|]", "[|assistant|]", "[|tool|]"), "{}[|endofturn|]",
-                      call='<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>[|endofturn|]'),
 }  # fmt: skip
 
 # What a template may leave out, and what names it: (replaced in the template of Qwen2.5, by what, the message).

@@ -118,17 +118,26 @@ TALKS = {
     "not ASCII": talk_of("東京は?", "首都です。🙂", "é?", "naïve – “yes”"),
     "lines": talk_of("A list?", "1. one\n2. two\n\n- three", "more", "```\ncode\n```"),
     "markup": talk_of("<b>Hi</b>", "<b>Ho</b> [x] {y} <|z|>", "{{ m }}", "{% for %} \\n"),
+    "empty questions": talk_of("", "Hello", "", "Bye"),
 }
+WELCOME = {"role": "assistant", "content": "Welcome"}
+UNUSUAL: dict[str, tuple[Talk, tuple[str, ...]]] = {  # and the families that render it in a way of their own, or not
+    "the assistant first": ([WELCOME, *talk_of("Hi", "Hello")], ("mistral", "gemma3", "command-a", "gpt-oss")),
+    "twice": ([*talk_of("Hi", "Hello"), WELCOME], ("mistral", "gemma3", "metharme", "glm4.5")),
+    "an empty answer": (talk_of("Hi", "", "What?", "Nothing."), ("metharme", "glm4.5")),
+    "two system messages": ([{"role": "system", "content": "One."}, *talk_of("Hi", "Ho", system="Two.")],
+                            ("mistral", "gemma3", "qwen3.5")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_only_the_assistant_is_trained(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
-    for title, talk in TALKS.items():
-        if family.system or talk[0]["role"] != "system":
-            assert trained(tokenizer, talk) == expected(family, talk), title
-            text = tokenizer.apply_chat_template(talk, tokenize=False)
-            assert trained(tokenizer, talk, train_on="all") == [text]
+    talks = TALKS | {title: talk for title, (talk, odd) in UNUSUAL.items() if not name.startswith(odd)}
+    for title, talk in talks.items():
+        assert trained(tokenizer, talk) == expected(family, talk), title
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+        assert trained(tokenizer, talk, train_on="all") == [text]
     in_parts = [{**message, "content": parts(message["content"])} for message in TALKS["three turns"]]
     text_of_parts, same = encode(tokenizer, in_parts, TALKS["three turns"])[1]
     assert text_of_parts == same, "a content in one part is its text"
@@ -137,7 +146,7 @@ def test_only_the_assistant_is_trained(name: str) -> None:
 SPACED = [" ", "\n", "\n\n  ", "\t"]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("smollm3", "falcon")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "falcon"])
 def test_white_space_is_trained_with_the_content_that_has_it(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     draw = random.Random(name)
@@ -173,23 +182,26 @@ def test_a_call_of_a_tool_is_trained(name: str, content: dict[str, str]) -> None
     assert [run.lstrip("\n") for run in trained(tokenizer, talk[:2], TOOLS)][-1].endswith(call.lstrip("\n"))
 
 
-def test_thoughts_are_trained_if_the_template_keeps_them() -> None:
-    first, last = "<think>\nsix\n</think>\n\n42", "<think>\nagain\n</think>\n\nStill 42."
-    talk = talk_of("6 × 7?", first, "Sure?", last)
-    assert trained(tokenizer_of("qwen3"), talk) == ["42<|im_end|>", last + "<|im_end|>"]
+def test_thoughts_in_a_content_are_trained_if_the_template_keeps_them_and_else_counted() -> None:
+    last, end = "<think>\nagain\n</think>\n\nStill 42.", "<｜end▁of▁sentence｜>"
+    talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", last)
     field = [*talk[:3], {"role": "assistant", "content": "Still 42.", "reasoning_content": "again"}]
-    assert trained(tokenizer_of("qwen3"), field) == ["42<|im_end|>", last + "<|im_end|>"]
-    r1 = ["\n\n42<｜end▁of▁sentence｜>", "\n\nStill 42.<｜end▁of▁sentence｜>"]
-    assert trained(tokenizer_of("deepseek r1"), talk) == r1
-    thought = "<|channel>thought\nsix<channel|>\n {} "
-    gemma = talk_of("6 × 7?", thought.format("42"), "Sure?", "kept <|channel>x<channel|>Still 42.")
-    assert trained(tokenizer_of("gemma4"), gemma) == ["42<turn|>", "kept Still 42.<turn|>"]
+    gemma = talk_of("6 × 7?", "<|channel>thought\nsix<channel|>\n 42 ", "Sure?", "kept <|channel>x<channel|>Still 42.")
+    for name, messages, turns, cut in (
+        ("qwen3", talk, ["42<|im_end|>", last + "<|im_end|>"], 1),
+        ("qwen3", field, ["42<|im_end|>", last + "<|im_end|>"], 1),
+        ("deepseek r1", talk, ["\n\n42" + end, "\n\nStill 42." + end], 2),
+        ("gemma4", gemma, ["42<turn|>", "kept Still 42.<turn|>"], 2),
+        ("chatml", talk, [talk[1]["content"] + "<|im_end|>", last + "<|im_end|>"], 0),
+    ):
+        encoder, [(ids, mask)] = encode(tokenizer_of(name), messages)
+        assert runs_of(tokenizer_of(name), ids, mask) == turns and encoder.notes["shortened"] == cut, name
 
 
 THINKERS = {
     "qwen3.5": ("42<|im_end|>", "Again.\n</think>\n\nYes.<|im_end|>"),
     "glm4.5": ("\n<think></think>\n42<|user|>", "\n<think>Again.</think>\nYes.<|user|>"),
-    "gpt-oss, thinking": ("<|channel|>final<|message|>42<|end|>", "<|channel|>analysis<|message|>Again.<|end|><|start|>"
+    "gpt-oss": ("<|channel|>final<|message|>42<|end|>", "<|channel|>analysis<|message|>Again.<|end|><|start|>"
                           "assistant<|channel|>final<|message|>Yes.<|return|>"),
 }  # fmt: skip
 
@@ -206,14 +218,6 @@ def test_a_thought_that_is_rendered_is_trained_and_others_are_counted(name: str,
     assert encoder.notes["shortened"] == 1 and encoder.notes["endless"] == 0
     encoder, rows = encode(tokenizer, talk, turns="split")
     assert len(rows) == 2 and not encoder.notes["shortened"]
-
-
-def test_a_part_of_a_content_that_the_template_cuts_is_counted() -> None:
-    talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", "<think>again</think>Still 42.")
-    for name, cut in (("qwen3", 1), ("deepseek r1", 2), ("exaone4", 2), ("chatml", 0)):
-        encoder, rows = encode(tokenizer_of(name), talk)
-        assert len(rows) == 1
-        assert encoder.notes["shortened"] == cut, name
 
 
 def test_turns_without_an_end_to_learn_are_counted() -> None:
@@ -306,45 +310,10 @@ def test_a_template_with_two_generation_blocks_in_a_turn() -> None:
         assert [*[run + "\n" for run in earlier], last] == runs_of(tokenizer, ids, reference["assistant_masks"])
 
 
-def test_a_prompt_that_opens_a_thought() -> None:
-    """In some versions of Qwen3 the generation prompt opens the thought."""
-    template = FAMILIES["qwen3"].template.replace(
-        "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
-    )
-    tokenizer = tokenizer_with(template, FAMILIES["qwen3"].tokens)
-    talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", "<think>\nagain\n</think>\n\nStill 42.")
-    assert trained(tokenizer, talk) == ["42<|im_end|>", "again\n</think>\n\nStill 42.<|im_end|>"]
-
-
 def test_a_tool_result_in_a_user_message() -> None:
     """Qwen3 checks whether the content is between tags, so marks have to be inside them."""
     talk = talk_of("Weather?", "I look.", "<tool_response>\n18\n</tool_response>", "18 degrees.")
     assert trained(tokenizer_of("qwen3"), talk) == ["I look.<|im_end|>", "<think>\n\n</think>\n\n18 degrees.<|im_end|>"]
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen2.5", "deepseek v3", "gemma4", "generation marks"])
-def test_the_assistant_may_speak_first_and_twice(name: str) -> None:
-    family, tokenizer = FAMILIES[name], tokenizer_of(name)
-    welcome = {"role": "assistant", "content": "Welcome"}
-    for talk in ([welcome, *talk_of("Hi", "Hello")], [*talk_of("Hi", "Hello"), welcome], [welcome]):
-        assert trained(tokenizer, talk) == expected(family, talk)
-
-
-@pytest.mark.parametrize(
-    "name", ["chatml", "llama3", "mistral tekken", "gemma3", "deepseek v3", "command-a", "generation marks"]
-)
-def test_of_an_empty_answer_the_end_is_trained(name: str) -> None:
-    family, tokenizer = FAMILIES[name], tokenizer_of(name)
-    talk = talk_of("Hi", "", "What?", "Nothing.")
-    assert trained(tokenizer, talk) == expected(family, talk)
-    empty = talk_of("", "Hello", "", "Bye")
-    assert trained(tokenizer, empty) == expected(family, empty)
-
-
-def test_several_system_messages() -> None:
-    talk = [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, *talk_of("Hi", "Ho")]
-    for name in ("chatml", "llama3", "deepseek v3", "command-a"):
-        assert trained(tokenizer_of(name), talk) == expected(FAMILIES[name], talk)
 
 
 # What a template may do with a content `c` in parts: how it renders them, and the text that is trained of (" A ", "B").
@@ -529,21 +498,6 @@ def test_messages_with_weight_0_are_not_trained(name: str, turns: str) -> None:
         assert [parts for _, parts in rows] == wanted[-1 if turns == "last" else 0 :]
     untrained = rendered(tokenizer, [{**m, "weight": 0} for m in plain], turns=turns)
     assert untrained == [(tokenizer.apply_chat_template(plain, tokenize=False), [])]
-
-
-def test_with_generation_marks_the_mask_is_that_of_transformers_but_for_messages_of_weight_0() -> None:
-    tokenizer, plain = tokenizer_of("generation marks"), TALKS["equal words"]
-    for zeros in ({2}, {4}, {2, 4}, set()):
-        talk = [{**m, "weight": 0} if i in zeros else m for i, m in enumerate(plain)]
-        reference = tokenizer.apply_chat_template(plain, return_dict=True, return_assistant_tokens_mask=True)
-        ids, wanted = reference["input_ids"], bytearray(len(reference["input_ids"]))
-        turns = iter((2, 4))
-        for flag, run in itertools.groupby(range(len(ids)), reference["assistant_masks"].__getitem__):
-            *turn, line_break = run  # the template marks it, but it is behind the end of the turn
-            if flag and next(turns) not in zeros:
-                assert tokenizer.decode([ids[line_break]]) == "\n"
-                wanted[turn[0] : line_break] = b"\1" * len(turn)
-        assert encode(tokenizer, talk)[1] == ([(ids, bytes(wanted))] if any(wanted) else [])
 
 
 def test_weights_of_data_that_trains_everything_are_refused() -> None:
