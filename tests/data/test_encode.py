@@ -186,19 +186,6 @@ def test_the_decoded_row_is_the_text(tokenizer: Any, prompt: str, completion: st
             assert tokenizer.decode([*tokenizer(prompt, add_special_tokens=False).input_ids]) == prompt
 
 
-def test_a_completion_gets_no_added_space() -> None:
-    """`▁4` behind a line break would be a space that is not in the text."""
-    for name in LOSSLESS[2:]:
-        made = MAKERS[name]()
-        wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
-        for prompt, completion in (("What is 2+2?\n", "4"), ("Q: ", "4"), ("def f():\n", "    return 1")):
-            [(ids, mask)] = encoded(
-                wrapped, [{"prompt": prompt, "completion": completion}], format=Format.prompt_completion
-            )
-            trained = "".join(wrapped.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]))
-            assert trained == completion.replace(" ", "▁") + "</s>", name
-
-
 @pytest.mark.parametrize("template", [CHATML, ROLE_LINES], ids=["chatml", "role lines"])
 def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template

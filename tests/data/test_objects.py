@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forks import Command
-from support import environment, events, fsdptrain, planned, python, write_recipe
+from support import environment, planned, python, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
-from object_store import BUCKET, EXPIRED, FORBIDDEN, REFUSALS, ObjectStore, serve_here
+from object_store import BUCKET, FORBIDDEN, REFUSALS, ObjectStore, serve_here
 
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
@@ -414,42 +414,6 @@ def test_data_that_would_include_checkpoints_is_refused(url: str, refused: bool,
         plan = planned(write_recipe(tmp_path, data__path=str(url), checkpoint__path=place))
         with pytest.raises(RecipeError, match=rf"data\.path: {re.escape(url)} (is inside|would include)"):
             check_inputs(plan, plan.rundir)
-
-
-def test_the_tokenizer_is_trained_on_objects(tmp_path: Path, bucket: Any) -> None:
-    put(bucket, a__jsonl=LINE)
-    plan = planned(write_recipe(tmp_path, data__path=str(bucket), model__tokenizer={"train": 270}))
-    assert len(load_tokenizer(plan, lambda *_: None)) <= 270
-
-
-@pytest.mark.soak
-def test_a_run_on_objects_equals_one_on_files_and_resumes_on_another_machine(
-    tmp_path: Path, bucket: Any, server: ObjectStore
-) -> None:
-    write_recipe(tmp_path)
-    text = (tmp_path / "text.jsonl").read_bytes()
-    put(bucket, text__jsonl=text)
-    steady = {"schedule__name": "constant", "schedule__warmup": 0, "export__at_end": False}
-    runs = {}
-    for name, path in (("local", str(tmp_path / "text.jsonl")), ("remote", f"{bucket}/*.jsonl")):
-        recipe = write_recipe(tmp_path, data__path=path, output_dir=str(tmp_path / name), **steady)
-        runs[name] = recipe.rename(tmp_path / f"{name}.yaml")
-    server.requests.clear()
-    for name, steps, cache in (("local", 4, "a"), ("remote", 2, "b"), ("remote", 4, "c")):
-        extra = {"FSDPTRAIN_CACHE": str(tmp_path / cache)}
-        done = fsdptrain("run", runs[name], f"train.steps={steps}", timeout=300, **extra)
-        assert done.returncode == 0, done.stderr
-    assert gets(server, "text.jsonl") == 2  # of two ranks on two machines, one each
-    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in runs]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert [event["step"] for event in events(tmp_path / "remote", "resume")] == [2]
-    put(bucket, text__jsonl=text + LINE.encode())  # other data under the same URL
-    done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
-    assert done.returncode == 2 and "data.path: the data differs" in done.stderr, done.stderr
-    with server.times(-1, EXPIRED):
-        done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
-    assert done.returncode == 4 and "may have expired" in " ".join(done.stderr.split()), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_of_windows_only_one_is_downloaded(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:

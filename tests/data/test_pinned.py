@@ -26,10 +26,8 @@ from fsdptrain.checkpoint.resume import archive_plan, resume_problems
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
 from fsdptrain.data.windows import pin_commits, pin_date
 from fsdptrain.errors import CheckpointError, NoData
-from fsdptrain.plan.plan import HubData, Plan
+from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.rundir import RunDir
-
-PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
 
 
 class Hub(ThreadingHTTPServer):
@@ -85,11 +83,6 @@ def start(plan: Plan) -> RunDir:
 def in_a_new_process(plan: Plan, rundir: RunDir, keep: bool = True) -> str:
     hub_commit.cache_clear()
     return pin_commits(plan, rundir, keep).data_path
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_hub_path_is_parsed_and_written_back(path: str) -> None:
-    assert str(HubData.of(path)) == path
 
 
 def test_a_run_with_a_checkpoint_keeps_its_commit(hub: Hub, tmp_path: Path) -> None:

@@ -156,10 +156,6 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
         (["data.long_rows=split"], "data.long_rows: split divides pairs"),
         (["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "b: format: text has no pairs"),
         (["data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "b: long_rows: split divides"),
-        (
-            ["data.format=text", "data.path=null", "data.sources=[{path: a, format: preference}, {path: b}]"],
-            "b: format: text has no pairs",
-        ),
         (["data.columns={chosen: [a, b]}"], "`chosen` must be a single column"),
         (["train.dpo.beta=0"], "train.dpo.beta: 0"),
         (["data.format=text", "train.objective=next_token", "train.dpo.beta=0.2"], "train.dpo.beta: has no effect"),

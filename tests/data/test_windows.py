@@ -117,18 +117,6 @@ def test_windows_are_read_in_the_order_of_the_reference(tmp_path: Path, bpe: str
     assert torch.equal(found, reference(tmp_path, bpe, window, 800, seed=5))
 
 
-def test_every_sequence_of_every_file_is_read_once_a_pass(tmp_path: Path, bpe: str) -> None:
-    stream = a_stream(tmp_path, bpe, data__window=2)
-    stream.place_in_window(10**6)  # opens all windows
-    in_all = stream.starts[-1]
-    for epoch in range(3):
-        numbers = stream.at(range(epoch * in_all, (epoch + 1) * in_all))
-        assert sorted(numbers) == list(range(in_all))
-        assert [*map(stream.starts.__contains__, sorted(numbers))].count(True) == len(stream.windows)
-    names = [name for window in stream.windows for name in window]
-    assert sorted(names) == sorted(map(str, (tmp_path / "files").iterdir()))
-
-
 def test_seeds_draw_other_windows(tmp_path: Path, bpe: str) -> None:
     plans = [a_plan(tmp_path, bpe, data__window=3, seed=seed) for seed in (0, 1, 0)]
     first, other, again = map(windows_of, plans)
