@@ -34,11 +34,17 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.validation.init_recipe import read_starter
 
-COMMANDS = [
-    "", "run", "validate", "prepare", "export", "submit", "status", "report", "eval", "chat", "verify", "schema",
-    "init", "recipes",
-    "recipes list", "recipes show", "recipes copy",
-]  # fmt: skip
+
+def leaves(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    """Yield each command that does something: its words, and what it is for Typer."""
+    below = getattr(command, "commands", {})
+    for name, each in below.items():
+        yield from leaves(each, *names, name)
+    if not below:
+        yield " ".join(names), command
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
 
 
 def test_help_and_versions_come_without_torch() -> None:
@@ -54,29 +60,20 @@ for line in json.loads(sys.argv[1]):
 heavy = {"torch", "transformers", "numpy", "pyarrow", "datasets"} & sys.modules.keys()
 print(json.dumps([shown, sorted(heavy)]))
 """
-    lines = [f"{command} {flag}".strip() for command in COMMANDS for flag in ("-h", "--help")] + ["--version"]
+    commands = ["", "recipes", *COMMANDS]
+    lines = [f"{command} {flag}".strip() for command in commands for flag in ("-h", "--help")] + ["--version"]
     words = [sys.executable, "-c", code, json.dumps(lines)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
     shown, heavy = json.loads(done.stdout)
     assert heavy == []
-    for command in COMMANDS:
+    for command in commands:
         assert "Usage:" in shown[f"{command} -h".strip()] == shown[f"{command} --help".strip()]
     assert shown["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
 
 
-def leaves(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    """Yield each command that does something: its words, and what it is for Typer."""
-    below = getattr(command, "commands", {})
-    for name, each in below.items():
-        yield from leaves(each, *names, name)
-    if not below:
-        yield " ".join(names), command
-
-
 def test_the_help_of_each_command_has_an_example_that_is_accepted() -> None:
-    commands = dict(leaves(typer.main.get_command(app)))
-    assert {"run", "recipes copy"} <= commands.keys() <= set(COMMANDS)
-    for name, command in commands.items():
+    assert {"run", "recipes copy"} <= COMMANDS.keys()
+    for name, command in COMMANDS.items():
         assert len(command.epilog) <= 56, f"{name}: on a terminal of 60 columns its example is not one line"
         assert not command.get_short_help_str(44).endswith("..."), f"{name}: its first sentence is cut off in a list"
         example = command.epilog.removeprefix("Example: fsdptrain ").partition(" >")[0]
@@ -193,18 +190,9 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
     assert read_starter([str(odd)], "org/name", dest).read_as.format == "prompt_completion"
 
 
-def test_init_refuses_a_model_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match=r"--model: 'models/mine' does not exist in the folder models"):
-        read_starter(["rows.jsonl"], "models/mine", tmp_path / "recipe.yaml")
-    with pytest.raises(RecipeError, match=r"--model: 'models' has no config\.json"):
-        read_starter(["rows.jsonl"], "models", tmp_path / "recipe.yaml")
-
-
 def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -> None:
     rows, odd, recipe = tmp_path / "rows.jsonl", tmp_path / "odd.jsonl", tmp_path / "recipe.yaml"
+    (tmp_path / "models").mkdir()
     rows.write_text('{"text": "a"}\n')
     odd.write_text('{"x": "a", "y": 1}\n')
     bad = tmp_path / "bad.jsonl"
@@ -214,9 +202,11 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
         (bad, "org/name", recipe, 4, "expected a list of messages"),
         (tmp_path / "gone.jsonl", "org/name", recipe, 4, "was not found"),
         (rows, "no/such/folder", recipe, 2, "--model: 'no/such/folder' does not exist, and is no Hub id"),
+        (rows, "models", recipe, 2, "--model: 'models' has no config.json"),
+        (rows, "models/mine", recipe, 2, "--model: 'models/mine' does not exist in the folder models"),
         (rows, "org/name", rows / "recipe.yaml", 2, "cannot write"),
     ]:
-        done = fsdptrain("init", "--data", data, "--model", model, dest)
+        done = fsdptrain("init", "--data", data, "--model", model, dest, cwd=tmp_path)
         assert (done.returncode, recipe.exists()) == (code, False), done.stderr
         assert message in done.stderr and "Traceback" not in done.stderr
     recipe.write_text("mine")
