@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import socket
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from forks import Command
-from rich.console import Console
 from support import environment, fsdptrain, write_recipe
 
 from fsdptrain.checkpoint.nodes import file_to_see, sees, shared_folder
@@ -24,10 +22,9 @@ from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validation import request as requests
-from fsdptrain.validation.findings import Findings, show_outcome
+from fsdptrain.validation.findings import Findings
 from fsdptrain.validation.node_check import Node, compare_nodes, show_nodes
 
 H100 = KNOWN["h100-80gb"]
@@ -117,14 +114,6 @@ def test_the_quick_digest_reads_a_limited_part_of_each_file(tmp_path: Path) -> N
     assert quick_fingerprint(str(tmp_path), 40) != part
     with pytest.raises(DataError, match="was not found"):
         quick_fingerprint(str(tmp_path / "none"), 40)
-
-
-@pytest.mark.parametrize("width", [60, 80, 120, None])
-def test_the_table_fits_the_screen(width: int | None) -> None:
-    page = Page(Console(file=io.StringIO(), force_terminal=width is not None, width=width, color_system=None))
-    show_outcome(compared(node(0), node(1, data="0000")).outcome(), page)
-    lines = page.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert width is None or all(len(line) <= width for line in lines), lines
 
 
 def test_two_nodes_meet_measure_and_leave_no_trace(tmp_path: Path) -> None:
