@@ -891,9 +891,5 @@ def test_a_value_is_read_as_it_was(value: Any) -> None:
     for written in (line, f"{{key: {line}}}", f"key: {line} # a comment"):
         for loader in (RecipeLoader, yaml.SafeLoader):
             read = yaml.load(written, Loader=loader)
-            assert same(read if written == line else read["key"], value), (written, loader)
-
-
-def same(read: Any, written: Any) -> bool:
-    """Return whether two values are equal, and of equal types; 1.0 is not 1."""
-    return json.dumps(read) == json.dumps(written)
+            found = read if written == line else read["key"]
+            assert json.dumps(found) == json.dumps(value), (written, loader)  # 1.0 is not 1

@@ -361,25 +361,16 @@ def test_parts_between_unknown_separators_are_refused() -> None:
         ("{% for m in messages %}{{ m.content }}{{ m.content }}</s>{% endfor %}", "repeats"),
         ("{{ raise_exception('roles must alternate') }}", "rejects a .*roles must alternate.*; change the row, or set"),
         ("{% for m in messages %}{{ m.content + 5 }}{% endfor %}", "rejects a conversation: TypeError"),
+        # transformers counts the positions of generation marks from the beginning of the macro
+        ("{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+         "{% generation %}{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+         "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}", "marks that do not cover the assistant"),
     ],
-)
+)  # fmt: skip
 def test_a_conversation_whose_turns_cannot_be_located_is_refused_with_its_place(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        trained(tokenizer_with(template, ("</s>",)), talk_of("Hi", "Hello"))
+        trained(tokenizer_with(template, ("</s>",)), talk_of("Hi there, you", "Hello", "And?", "So"))
     assert re.match(r"talks\.jsonl:1: (cannot locate the assistant's tokens: )?the chat template ", str(caught.value))
-
-
-def test_generation_marks_shifted_by_a_macro_are_refused() -> None:
-    """transformers counts the positions of generation marks from the beginning of the macro."""
-    template = (
-        "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-        "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
-    )
-    with pytest.raises(DataError, match="marks that do not cover the assistant"):
-        trained(
-            tokenizer_with(template, ("<|im_end|>", "<|im_start|>")), talk_of("Hi there, you", "Hello", "And?", "So")
-        )
 
 
 def test_tools_and_calls_that_the_template_leaves_out_are_refused() -> None:

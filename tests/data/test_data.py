@@ -904,17 +904,13 @@ def test_only_conversations_get_a_chat_template(bpe: Any, tmp_path: Path, begin:
     assert ids[: len(tokens)] == loaded("").input_ids
 
 
-def vocabulary(plan: Plan) -> str:
-    """Return all tokens of the plan's tokenizer, without the mark for a space."""
-    return " ".join(load_tokenizer(plan, quiet).get_vocab()).replace("Ġ", "")
-
-
 def test_the_tokenizer_is_trained_on_the_rows_of_the_model_as_they_are_read(tmp_path: Path) -> None:
     row = {"text": "romeo " * 50, "prompt": "juliet " * 50, "completion": "tybalt " * 50}
     path = jsonl(tmp_path / "rows.jsonl", row, {"text": "mercutio " * 50})
     changes: dict[str, Any] = {"data__path": str(path), "data__max_rows": 1, "model__tokenizer": {"train": 300}}
     for form, words in (("text", {"romeo"}), ("prompt_completion", {"juliet", "tybalt"})):
-        found = vocabulary(a_plan(tmp_path, data__format=form, **changes))
+        vocabulary = load_tokenizer(a_plan(tmp_path, data__format=form, **changes), quiet).get_vocab()
+        found = " ".join(vocabulary).replace("Ġ", "")  # the mark for a space
         assert {word for word in ("romeo", "juliet", "tybalt", "mercutio") if word in found} == words
 
 

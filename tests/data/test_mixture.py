@@ -21,7 +21,7 @@ from support import GSM8K, SHAKESPEARE, events, fsdptrain, planned, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fsdptrain.data import prepare as preparing
-from fsdptrain.data.corpus import Interleave, Mixture, Stream
+from fsdptrain.data.corpus import Interleave, Mixture
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.plan.plan import Plan
 
@@ -60,17 +60,14 @@ def test_the_share_of_each_source_is_met_at_every_position(shares: list[Fraction
     assert [new - old for old, new in zip(before, after, strict=True)] == [i == source for i in range(len(shares))]
 
 
-def everything_of(stream: Stream, positions: int) -> dict[str, Any]:
-    return {**stream.batch(range(positions)), "labels_of": stream.label_tokens(range(positions))}
-
-
 def test_one_source_is_the_short_form_to_the_bit(tmp_path: Path) -> None:
     mixed, held_out, held_corpus = stream_of(a_recipe(tmp_path, {"path": "verse.jsonl"}, data__eval={"fraction": 0.1}))
     path = write_recipe(tmp_path, data__path=str(tmp_path / "verse.jsonl"), data__eval={"fraction": 0.1})
     short, *same = stream_of(path)
     positions = 2 * len(short) + 3
     assert len(mixed) == len(short) and mixed.digest(range(positions)) == short.digest(range(positions))
-    a, b = everything_of(mixed, positions), everything_of(short, positions)
+    assert mixed.label_tokens(range(positions)) == short.label_tokens(range(positions))
+    a, b = (dict[str, Any](stream.batch(range(positions))) for stream in (mixed, short))
     assert all(torch.equal(a[name], b[name]) if name.endswith(("s", "ids")) else a[name] == b[name] for name in a)
     assert (held_out, held_corpus.digest, mixed.corpus.digest) == (same[0], same[1].digest, short.corpus.digest)
 

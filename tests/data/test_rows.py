@@ -278,16 +278,6 @@ def test_a_folder_of_save_to_disk_is_recognised(tmp_path: Path) -> None:
     assert "to_parquet" in complaint(tmp_path / "saved")
 
 
-def library(tmp_path: Path) -> dict[str, str]:
-    """Write files of several types in nested folders, with a file that is no data in between."""
-    put(tmp_path, "b.jsonl", lines({"text": "b"}))
-    put(tmp_path, "a.json", json.dumps([{"text": "a"}]))
-    put(tmp_path, "sub/c.csv", "text\nc\n")
-    put(tmp_path, "sub/deep/d.txt", "d")
-    put(tmp_path, "README.md", "not data")
-    return {name: str(tmp_path / name) for name in ("a.json", "b.jsonl", "sub/c.csv", "sub/deep/d.txt")}
-
-
 @pytest.mark.parametrize(
     ("pattern", "texts"),
     [
@@ -297,7 +287,12 @@ def library(tmp_path: Path) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_folders_and_globs_give_every_file_once_in_order(tmp_path: Path, pattern: str, texts: str) -> None:
-    library(tmp_path)
+    """Also of several types in nested folders, with a file that is no data in between."""
+    put(tmp_path, "b.jsonl", lines({"text": "b"}))
+    put(tmp_path, "a.json", json.dumps([{"text": "a"}]))
+    put(tmp_path, "sub/c.csv", "text\nc\n")
+    put(tmp_path, "sub/deep/d.txt", "d")
+    put(tmp_path, "README.md", "not data")
     assert [row["text"] for row in rows_of(tmp_path / pattern)] == list(texts)
 
 

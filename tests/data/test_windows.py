@@ -131,16 +131,11 @@ def test_empty_files_are_in_no_window(tmp_path: Path, bpe: str) -> None:
     assert len(windows) == FILES and not any("3a" in name for window in windows for name in window)
 
 
-def steps_made(plan: Plan, step: int) -> None:
-    """Pretend that the run has a checkpoint."""
-    (plan.rundir.checkpoints / f"step-{step:08}").mkdir(parents=True)
-    plan.rundir.logs.mkdir(exist_ok=True)
-
-
 def resumed(tmp: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, step: int = 20) -> tuple[Plan, WindowStream]:
     """Return a plan with a checkpoint of `step` steps, and the stream of the run before it was stopped."""
     plan = a_plan(tmp, bpe, data__window=2)
-    steps_made(plan, step)
+    (plan.rundir.checkpoints / f"step-{step:08}").mkdir(parents=True)  # a checkpoint
+    plan.rundir.logs.mkdir(exist_ok=True)
     monkeypatch.setattr(type(plan.rundir), "checkpoint_steps", lambda _: [step])
     stream = a_stream(tmp, bpe, data__window=2)
     stream.at(range(8 * step + 8))

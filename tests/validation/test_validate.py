@@ -446,10 +446,6 @@ WIDTHS = [60, 80, 120]
 GIB = 2**30
 
 
-def gpu_plan(tmp_path: Path, world: int = 8) -> Plan:
-    return draft_plan(load(write_recipe(tmp_path)), Topology("cuda", 1, world), elsewhere=True)[0]
-
-
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
@@ -495,8 +491,8 @@ STEP = {
 )  # fmt: skip
 def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     step = {name: value for name, value in (STEP | changes).items() if value is not None}
-    plan = varied(gpu_plan(tmp_path), {"fsdp.cpu_offload": "host_bytes" in changes})
-    assert verdict(step, plan) == expected
+    plan = draft_plan(load(write_recipe(tmp_path)), Topology("cuda", 1, 8), elsewhere=True)[0]
+    assert verdict(step, varied(plan, {"fsdp.cpu_offload": "host_bytes" in changes})) == expected
 
 
 def test_the_first_line_says_how_many_problems_there_are() -> None:
