@@ -55,6 +55,21 @@ TEKKEN = (
     "{% elif m['role'] == 'tool' %}{{ '[TOOL_RESULTS]{\"content\": ' + m.content + '}[/TOOL_RESULTS]' }}"
     "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
 )
+LLAMA3_HEAD = "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+LLAMA3 = loop(
+    "{% set content = " + LLAMA3_HEAD + " + m['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}",
+    after="<|start_header_id|>assistant<|end_header_id|>\n\n",
+)
+VICUNA = (
+    "{{ bos_token }}"
+    + SYSTEM_APART
+    + "{{ (system or 'A chat between a user and an assistant.') + ' ' }}{% for m in talk %}"
+    "{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+GRANITE_ROLE = "'<|start_of_role|>' + m['role'] + '<|end_of_role|>'"
 LLAMA31 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}"
     "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
@@ -250,6 +265,14 @@ THINK = "<think>\n\n</think>\n\n"
 
 FAMILIES = {
     "plain": Family(PLAIN_CHAT_TEMPLATE, ("<|endoftext|>",), "{}<|endoftext|>"),
+    "llama3": Family(LLAMA3, ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+                     "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True),
+    "phi4": Family(loop("{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}",
+                        after="<|im_start|>assistant<|im_sep|>"), (*CHATML_TOKENS, "<|im_sep|>"), "{}<|im_end|>"),
+    "vicuna": Family(VICUNA, ("</s>", "<s>"), " {}</s>", bos="<s>"),
+    "granite3": Family(loop("{{ " + GRANITE_ROLE + " + m['content'] + '<|end_of_text|>\n' }}",
+                            after="<|start_of_role|>assistant<|end_of_role|>"),
+                       ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), "{}<|end_of_text|>"),
     "llama3.1": Family(LLAMA31, ("<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>",
                                  "<|end_header_id|>"), "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True,
                        call='{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>'),
