@@ -1,4 +1,4 @@
-"""Faults while a checkpoint is written; each function returns a context in which its fault happens (`ranks.saves`)."""
+"""Checkpoints that tests write, and faults while one is written: functions that return a context with the fault."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from typing import Any
 from unittest.mock import patch
 
 import safetensors.torch
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from fsdptrain.run_folder.storage import MANIFEST_NAME
+from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, read_manifest
+from fsdptrain.checkpoint.save import write_shards
+from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint
+from fsdptrain.plan.plan import Plan
+from fsdptrain.run_folder.storage import MANIFEST_NAME, CheckpointStorage, Location
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 
@@ -41,7 +46,7 @@ def taken_name(checkpointer: Any, step: int) -> Iterator[None]:
     yield
 
 
-def when_synced(act: Callable[[Path], None]) -> AbstractContextManager[Any]:
+def when_synced(act: Callable[[Path], object]) -> AbstractContextManager[Any]:
     """Act on every file and folder after it was synced to the disk; what is raised seems to come from the system."""
     sync = os.fsync
 
@@ -128,6 +133,44 @@ def newest_is_damaged(checkpointer: Any) -> Iterator[None]:
         newest.with_name(newest.name + ".damaged").mkdir()
     dist.barrier(checkpointer.world.side)
     yield
+
+
+TENSORS = (("a", (3, 5), torch.float32), ("b", (), torch.bfloat16), ("c", (700,), torch.float64))
+
+
+def shards_of_rank(rank: int, world: int = 2) -> dict[str, Shard]:
+    """Return a rank's rows of some random tensors."""
+    draw = torch.Generator().manual_seed(0)
+    rows = {name: torch.randn(8, *shape, generator=draw).to(dtype) for name, shape, dtype in TENSORS}
+    size = 8 // world
+    return {
+        name: Shard(tensor[rank * size : (rank + 1) * size], rank * size, tuple(tensor.shape))
+        for name, tensor in rows.items()
+    }
+
+
+def write(storage: CheckpointStorage, step: int, world: int = 2) -> dict[str, Any]:
+    """Write the files of all ranks, without publishing them; return the entries of the manifest."""
+    storage.prepare(step)
+    written = {}
+    for rank in range(world):
+        path = storage.staging(step) / f"rank-{rank:05}.safetensors"
+        entry = write_shards(path, shards_of_rank(rank, world), True, lambda path: storage.deliver(step, path))
+        assert entry
+        written[entry[0]] = entry[1]
+    return written
+
+
+def save(storage: CheckpointStorage, step: int, plan: Plan | None = None) -> None:
+    """Write a checkpoint of two ranks: of a plan, if one is given."""
+    digest, identity = (plan.digest(), plan.identity()) if plan else ("", {})
+    storage.publish(step, Manifest(FORMAT_VERSION, step, 2, digest, identity, write(storage, step)).sealed())
+
+
+def load_alone(folder: Location, shards: dict[str, Shard]) -> None:
+    """Load shards from a checkpoint as a run of one process."""
+    files = sorted(read_manifest(folder).files)
+    load_checkpoint(folder, files, shards, find_pieces(folder, files, shards))
 
 
 def flip(path: Path, place: int = -1, bit: int = 0) -> None:

@@ -21,8 +21,9 @@ from forks import Command
 from fsdptrain.config.reader import load
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan, make_plan
-from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.topology import Topology, find_topology
 from fsdptrain.run_folder.records import EVENTS
+from fsdptrain.run_folder.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -96,6 +97,19 @@ def write_pretrained(tmp: Path, config: Any, **changes: Any) -> Path:
 def planned(recipe: Path, *overrides: str, ranks: int = 1) -> Plan:
     """Return the plan of a recipe for ranks on the CPU of one node."""
     return make_plan(load(recipe, [*overrides]), Topology("cpu", 1, ranks))
+
+
+def plan_here(recipe: Path, *overrides: str, **env: str) -> Plan:
+    """Return the plan of a recipe as a command makes it here, without GPUs, with `env` as its environment."""
+    written = load(recipe, [*overrides])
+    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": "", **env}))
+
+
+def run_folder(plan: Plan) -> RunDir:
+    """Make the run folder of a plan, with a folder for logs; return it."""
+    plan.rundir.logs.mkdir(parents=True, exist_ok=True)
+    plan.rundir.plan.write_text(plan.to_json())
+    return plan.rundir
 
 
 def write_pairs(path: Path, count: int = 150) -> None:
@@ -213,6 +227,12 @@ def as_nobody() -> Iterator[None]:
         yield
     finally:
         libc.setfsuid(user)
+
+
+def make_searchable(folder: Path) -> None:
+    """Let every user look for files below a folder: pytest's folders are for their user only."""
+    for above in (folder, *folder.parents):
+        above.chmod(above.stat().st_mode | 0o711)
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

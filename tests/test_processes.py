@@ -19,25 +19,19 @@ import psutil
 import pytest
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
-from support import SHAKESPEARE, environment, events, fsdptrain, wait_for_step, wait_until
+from support import SHAKESPEARE, environment, events, fsdptrain, planned, run_folder, wait_for_step, wait_until
 
 from fsdptrain import processes
-from fsdptrain.config.reader import load
-from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import read_rows
-from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.errors import DataError, Stopped, disk_full_error, is_disk_full
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import Topology
+from fsdptrain.errors import Stopped, disk_full_error, is_disk_full
 from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
-from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import printable
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
 FSDPTRAIN = ("-m", "fsdptrain")
 PR_SET_CHILD_SUBREAPER = 36
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *FSDPTRAIN)
+RUN = (*FSDPTRAIN, "run")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *RUN)
 
 
 def processes_of(run: Path) -> dict[psutil.Process, str]:
@@ -151,29 +145,24 @@ def test_a_full_disk_of_a_library_in_rust_names_the_folder_of_temporary_files(me
 MOMENTS = ["0", "0.5", "2", "6", f"{AGENT}+0", f"{WORKER}+0", f"{WORKER}+2", "step+1"]
 UNDER_TORCHRUN = ["-u -m fsdptrain+1", "-u -m fsdptrain+4", "step+1"]
 KILLS = [
-    *((moment, victim, FSDPTRAIN) for moment in MOMENTS for victim in ("command", AGENT, WORKER)),
+    *((moment, victim, RUN) for moment in MOMENTS for victim in ("command", AGENT, WORKER)),
     # torchrun, or a worker
     *((moment, victim, TORCHRUN) for moment in UNDER_TORCHRUN for victim in ("command", "-u -m fsdptrain run ")),
+    ("fsdptrain.forecast.server+0.2", "command", (*FSDPTRAIN, "validate", "--advise")),
 ]
 
 
 @pytest.mark.parametrize(
     ("moment", "victim", "start"),
     [
-        (f"{AGENT}+0.8", "command", FSDPTRAIN),
-        (f"{WORKER}+0", AGENT, FSDPTRAIN),
+        (f"{AGENT}+0.8", "command", RUN),
+        (f"{WORKER}+0", AGENT, RUN),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in KILLS),
     ],
 )
 def test_no_process_outlives_a_killed_one(moment: str, victim: str, start: Sequence[str], tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, train__steps=5000)
-    check_killed(tmp_path / "run", moment, victim, *start, "run", recipe)
-
-
-@pytest.mark.soak
-def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
-    words = (*FSDPTRAIN, "validate", "--advise", small_recipe(tmp_path))
-    check_killed(tmp_path / "run", "fsdptrain.forecast.server+0.2", "command", *words)
+    check_killed(tmp_path / "run", moment, victim, *start, recipe)
 
 
 POOL = """
@@ -282,10 +271,9 @@ def test_no_command_prints_control_characters_of_foreign_text(tmp_path: Path) ->
 
     check(0, "validate", recipe, "--no-build")
     check(2, "validate", foreign)
-    RunDir(run).logs.mkdir(parents=True)
-    RunDir(run).plan.write_text(make_plan(load(recipe), Topology("cpu", 1, 1)).to_json())
+    rundir = run_folder(planned(recipe))
     record = {"event": "error", "at": time.time(), "type": foreign, "message": foreign}
-    RunDir(run).metrics.write_text(json.dumps(record) + "\n")
+    rundir.metrics.write_text(json.dumps(record) + "\n")
     check(0, "status", run)
     assert json.loads(fsdptrain("status", run, "--json").stdout)["why"].count("\x7f")  # its own escapes
 
@@ -316,19 +304,6 @@ def test_an_error_of_any_length_arrives(tmp_path: Path) -> None:
     ended = run_with(small_recipe(tmp_path), fault)
     assert not ended.problems(5, "failed before the first step was done: RuntimeError: üüü", "the end\n")
     assert len(ended.output) < 20_000 and len(json.dumps(events(tmp_path / "run", "error"))) < 200_000
-
-
-def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
-    names = [f"column_{number}_" + "ä" * 20 for number in range(6000)]
-    for file, text in (
-        ("wide.csv", ",".join(names) + "\n" + ",".join("x" for _ in names)),
-        ("wide.jsonl", json.dumps(dict.fromkeys(names, "x"))),
-    ):
-        path = tmp_path / file
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(DataError, match=r"no .*column_0_.*and 5,970 more") as refused:
-            list(read_rows(open_sources(str(path)), Data(path=str(path)), None))
-        assert len(str(refused.value)) < 3000
 
 
 def test_a_folder_that_cannot_be_written_is_named_in_one_line_with_the_way_out(tmp_path: Path) -> None:

@@ -23,12 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from support import NOBODY, as_nobody, environment, fsdptrain, sample, write_recipe
+from support import NOBODY, as_nobody, environment, fsdptrain, make_searchable, plan_here, sample, write_recipe
 
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest, survey
 from fsdptrain.checkpoint.resume import changes_since, inspect_earlier_attempts
 from fsdptrain.cli import _show_finished
-from fsdptrain.config.reader import load
 from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
 from fsdptrain.launch.run_lock import (
@@ -40,8 +39,7 @@ from fsdptrain.launch.run_lock import (
     lock_for_export,
     would_include,
 )
-from fsdptrain.plan.plan import PLAN_DIGEST, Plan, make_plan, read_plan
-from fsdptrain.plan.topology import find_topology
+from fsdptrain.plan.plan import PLAN_DIGEST, read_plan
 from fsdptrain.processes import child_command
 from fsdptrain.report.run_banner import heading
 from fsdptrain.report.status import Observer
@@ -64,13 +62,8 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, remove_checkpoint
 
 
-def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
-    written = load(recipe, list(overrides))
-    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": "", **env}))
-
-
 def claim(recipe: Path, *overrides: str, fresh: bool = False, **env: str) -> contextlib.AbstractContextManager[Any]:
-    return claim_run_dir(plan_of(recipe, *overrides, **env), recipe.read_text(), fresh)
+    return claim_run_dir(plan_here(recipe, *overrides, **env), recipe.read_text(), fresh)
 
 
 def refused(words: str, recipe: Path, *overrides: str, fresh: bool = False, **env: str) -> None:
@@ -200,7 +193,7 @@ def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
         words = r"data\.path: .* would include files that this run writes to output_dir"
         refused(words, recipe, f"data.path={path}")
     fill(tmp_path, "ru/text.jsonl")  # the folder's name begins like that of the run folder
-    check_inputs(plan := plan_of(recipe, f"data.path={tmp_path}/ru/**/*.jsonl"), plan.rundir)
+    check_inputs(plan := plan_here(recipe, f"data.path={tmp_path}/ru/**/*.jsonl"), plan.rundir)
     with claim(recipe, f"data.path={tmp_path}/*.jsonl"):
         assert (tmp_path / "run" / "plan.json").exists()
 
@@ -226,7 +219,7 @@ def test_a_folder_that_another_run_used_before_the_lock_is_refused(
 ) -> None:
     """Another run starts, saves and ends after this one has looked, and before it locks."""
     recipe, root, lock = write_recipe(tmp_path), tmp_path / "run", fcntl.flock
-    other = plan_of(recipe, "model.config.num_hidden_layers=2")
+    other = plan_here(recipe, "model.config.num_hidden_layers=2")
 
     def late(descriptor: int, operation: int) -> None:
         if not other.rundir.plan.exists():
@@ -247,12 +240,12 @@ def test_a_folder_that_another_run_used_before_the_lock_is_refused(
 def test_every_attempt_keeps_its_plan_and_a_recipe_that_was_edited_is_kept(tmp_path: Path) -> None:
     recipe, root = write_recipe(tmp_path), tmp_path / "run"
     for lr in (1, 2):
-        with claim_run_dir(plan_of(recipe, f"optim.lr={lr}"), f"a: {lr}\n", False):
+        with claim_run_dir(plan_here(recipe, f"optim.lr={lr}"), f"a: {lr}\n", False):
             assert (root / "recipe.yaml").read_text() == f"a: {lr}\n"
     assert not list(root.glob("*.kept*"))
     for name in ("recipe.yaml.kept", "recipe.yaml.kept-2"):
         (root / "recipe.yaml").write_text(f"edited: {name}\n")
-        with claim_run_dir(plan_of(recipe), "a: 3\n", False):
+        with claim_run_dir(plan_here(recipe), "a: 3\n", False):
             assert (root / "recipe.yaml").read_text() == "a: 3\n"
             assert (root / name).read_text() == f"edited: {name}\n"
     kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").glob("*.json")}
@@ -294,7 +287,7 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
     refused(".", recipe, *overrides, fresh="--fresh" in words)
     if overrides:
         with pytest.raises(RecipeError):
-            check_run_dir(plan_of(recipe, *overrides))
+            check_run_dir(plan_here(recipe, *overrides))
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
 
 
@@ -306,7 +299,7 @@ def test_a_run_of_another_user_is_refused_before_it_trains(
     monkeypatch.setattr(os, "access", functools.partial(os.access, effective_ids=True))  # those of `as_nobody`
     make_searchable(tmp_path)
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
+    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_here(recipe)
     fill(rundir.root, "logs/rank-0.log")
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
@@ -318,12 +311,6 @@ def test_a_run_of_another_user_is_refused_before_it_trains(
     os.chown(rundir.root / part, NOBODY, NOBODY)
     with as_nobody(), claim_run_dir(plan, "", False):
         pass
-
-
-def make_searchable(folder: Path) -> None:
-    """Let every user look for files below a folder: pytest's folders are for their user only."""
-    for above in (folder, *folder.parents):
-        above.chmod(above.stat().st_mode | 0o711)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -350,7 +337,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
     refused(words, recipe, RANK="1", **JOINED)
     RunDir(root).logs.mkdir(parents=True)
     write_mark(root)
-    RunDir(root).plan.write_text(plan_of(recipe, "seed=1", "launch.timeout_s=2").to_json())  # of an earlier run here
+    RunDir(root).plan.write_text(plan_here(recipe, "seed=1", "launch.timeout_s=2").to_json())  # of an earlier run here
     words = r"matches this recipe, .*: seed: 1 → 42; start all nodes with the same command"
     refused(words, recipe, RANK="1", **JOINED)
     shutil.rmtree(root)
@@ -398,7 +385,7 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
 
 def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    path, digest = tmp_path / "run" / "plan.json", plan_of(recipe).digest()
+    path, digest = tmp_path / "run" / "plan.json", plan_here(recipe).digest()
     with claim(recipe, "optim.lr=1"):
         pass
     read, write = os.pipe()
@@ -429,7 +416,7 @@ def run_folder_after(
     recipe: Path, *overrides: str, steps: int, total: int, sequences: int = 40, export: bool = True
 ) -> RunDir:
     """Write a run folder as after `steps` of `total` steps: plan, events, a checkpoint, and an export at the end."""
-    plan = plan_of(recipe, *overrides)
+    plan = plan_here(recipe, *overrides)
     rundir = plan.rundir
     with claim_run_dir(plan, "", False):
         pass
@@ -461,25 +448,15 @@ def test_a_run_of_another_version_continues_unless_its_batches_are_others(tmp_pa
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = run_folder_after(recipe, steps=3, total=6)
     rewrite_identity(rundir, 3, **{"data.separator": None})  # a key that the version lacked had its default
-    assert inspect_earlier_attempts(rundir, plan_of(recipe)).step == 3
+    assert inspect_earlier_attempts(rundir, plan_here(recipe)).step == 3
     words = r"data\.separator: was '' in the run to resume, is '\+' now"
     refused(words, recipe, "data.format=prompt_completion", "data.separator=+")
     rewrite_identity(rundir, 3, layout=5)
     with pytest.raises(OtherVersion, match="layout 5"):
-        inspect_earlier_attempts(rundir, plan_of(recipe))
+        inspect_earlier_attempts(rundir, plan_here(recipe))
 
 
 NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=other", "launch.nproc_per_node=1"]
-
-
-@pytest.mark.parametrize("overrides", [[], NO_EFFECT, ["train.steps=null", "train.epochs=1.2"]])
-def test_a_finished_run_is_not_changed(overrides: list[str], tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = run_folder_after(recipe, steps=6, total=6)
-    before = contents(rundir.root)
-    with claim(recipe, *overrides) as found:
-        assert (found.step, found.finished) == (6, True)
-    assert contents(rundir.root) == before
 
 
 @pytest.mark.parametrize(
@@ -489,13 +466,19 @@ def test_a_finished_run_is_not_changed(overrides: list[str], tmp_path: Path) -> 
          ["optim.lr: 0.0003 → 1e-05", "schedule.name: cosine → constant"]),
         (["train.steps=null", "train.epochs=0.5"], ["train.epochs: 1.0 → 0.5", "train.steps: 6 → None"]),
         (["export.dtype=float16"], ["export.dtype: float32 → float16"]),
+        *((words, None) for words in ([], NO_EFFECT, ["train.steps=null", "train.epochs=1.2"])),
     ],
 )  # fmt: skip
-def test_a_changed_recipe_on_a_finished_run_is_refused_with_what_differs(
-    overrides: list[str], lines: list[str], tmp_path: Path
+def test_a_finished_run_is_not_changed_and_a_changed_recipe_is_refused_with_what_differs(
+    overrides: list[str], lines: list[str] | None, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    run_folder_after(recipe, steps=6, total=6)
+    before = contents(run_folder_after(recipe, steps=6, total=6).root)
+    if lines is None:
+        with claim(recipe, *overrides) as found:
+            assert (found.step, found.finished) == (6, True)
+        assert contents(tmp_path / "run") == before
+        return
     changed = r"\n".join(rf" *{re.escape(line)}" for line in lines)
     refused(rf"is finished \(6 steps\): nothing was trained.*\n{changed}\nchoose another `name`", recipe, *overrides)
 
@@ -505,10 +488,10 @@ def test_changes_are_relative_to_what_was_trained(tmp_path: Path) -> None:
     rundir = run_folder_after(recipe, steps=6, total=6)
     with claim(recipe, "train.steps=9", "optim.lr=1e-5") as found:  # a longer run that ended before its first step
         assert (found.step, found.finished) == (6, False)
-    assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5"), {}) == {
+    assert changes_since(rundir, 6, plan_here(recipe, "train.steps=9", "optim.lr=1e-5"), {}) == {
         "optim.lr": [0.0003, 1e-5], "train.steps": [6, 9],
     }  # fmt: skip
-    assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished
+    assert inspect_earlier_attempts(rundir, plan_here(recipe)).finished
     refused(r"optim\.lr: 0\.0003 → 1e-05", recipe, "optim.lr=1e-5")
 
 
@@ -516,43 +499,43 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = run_folder_after(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
-    left = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert not left.finished and "6/6 steps" in heading(plan_of(recipe), rundir, left)
-    assert inspect_earlier_attempts(rundir, plan_of(recipe, "export.at_end=false")).finished
+    left = inspect_earlier_attempts(rundir, plan_here(recipe))
+    assert not left.finished and "6/6 steps" in heading(plan_here(recipe), rundir, left)
+    assert inspect_earlier_attempts(rundir, plan_here(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
     for step, finished in ((4, False), (6, True)):  # of an earlier step, and of the last
         write_export_record(rundir, step, file_stamps(rundir.export), {})
-        assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished == finished
+        assert inspect_earlier_attempts(rundir, plan_here(recipe)).finished == finished
     for damage in (lambda path: path.write_text("{}"), Path.unlink):
         damage(rundir.export / "config.json")
-        left = inspect_earlier_attempts(rundir, plan_of(recipe))
-        assert not left.finished and "export is not complete" in heading(plan_of(recipe), rundir, left)
+        left = inspect_earlier_attempts(rundir, plan_here(recipe))
+        assert not left.finished and "export is not complete" in heading(plan_here(recipe), rundir, left)
     shutil.rmtree(rundir.root)
     evaluated = write_recipe(tmp_path, train__steps=6, data__eval={"fraction": 0.1})
     rundir = run_folder_after(evaluated, steps=6, total=6)
-    assert not inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
+    assert not inspect_earlier_attempts(rundir, plan_here(evaluated)).finished
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", **sample("eval", step=6))
-    assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
+    assert inspect_earlier_attempts(rundir, plan_here(evaluated)).finished
 
 
 def test_a_run_that_ended_early_is_finished_until_the_recipe_has_more_patience(tmp_path: Path) -> None:
     changes = {"checkpoint__keep_best": 1, "data__eval": {"fraction": 0.1}, "eval__every": 2}
     recipe = write_recipe(tmp_path, train__steps=9, eval__patience=2, **changes)
     rundir = run_folder_after(recipe, steps=6, total=9)
-    assert not inspect_earlier_attempts(rundir, plan_of(recipe)).trained
+    assert not inspect_earlier_attempts(rundir, plan_here(recipe)).trained
     with contextlib.closing(Reporter(rundir)) as reporter:
         for step, loss in ((2, 1.0), (4, 2.0), (6, 1.5), (8, 0.5)):  # of step 8 there is no checkpoint
             reporter.event("eval", **sample("eval", step=step, loss=loss))
-    left = inspect_earlier_attempts(rundir, plan_of(recipe))
+    left = inspect_earlier_attempts(rundir, plan_here(recipe))
     assert (left.step, left.trained, left.finished) == (6, True, False), "there is no export"
     fill(rundir.export, "config.json")
     write_export_record(rundir, 6, file_stamps(rundir.export), {})
     for words in ([], ["eval.patience=1"], ["checkpoint.keep_best=2"]):
-        assert inspect_earlier_attempts(rundir, plan_of(recipe, *words)).finished
+        assert inspect_earlier_attempts(rundir, plan_here(recipe, *words)).finished
     refused(r"more eval\.patience.* continue this one", recipe, "export.which=best")
     for word in ("eval.patience=3", "eval.patience=null"):
-        assert not inspect_earlier_attempts(rundir, plan_of(recipe, word, "optim.lr=1e-5")).trained
+        assert not inspect_earlier_attempts(rundir, plan_here(recipe, word, "optim.lr=1e-5")).trained
 
 
 def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,9 +543,9 @@ def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.Captu
     rundir = run_folder_after(recipe, steps=6, total=6)
     rundir.export_record.write_text('{"step": 6, "files": {"config.json": [1]}}')
     fault = "export.json: not the record of an export; it counts as none"
-    earlier = inspect_earlier_attempts(rundir, plan_of(recipe))
+    earlier = inspect_earlier_attempts(rundir, plan_here(recipe))
     assert (earlier.finished, earlier.faults) == (True, (fault,)) and Observer(rundir).status()["skipped"] == [fault]
-    _show_finished(plan_of(recipe), earlier)
+    _show_finished(plan_here(recipe), earlier)
     assert f"note: {fault}\n" in capsys.readouterr().out
     (rundir.export / "config.json").write_text("{}")
     save_file({"w": np.zeros(1)}, rundir.export / "model.safetensors")
@@ -598,32 +581,23 @@ def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> N
 # --- checkpoint.path --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_the_checkpoints_of_another_run_are_not_continued(marked: bool, tmp_path: Path) -> None:
-    recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
-    run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
-    if not marked:
-        (place / ".fsdptrain").unlink()
-    words = [f"checkpoint.path={place}"]
-    of = re.escape(f"the run in {tmp_path}/run" if marked else "another run")
-    message = rf"checkpoint\.path: {place} holds the checkpoints of {of}; choose"
-    refused(message, recipe, *words, f"output_dir={tmp_path}/other")
-    with pytest.raises(RecipeError, match=message):
-        check_run_dir(plan_of(recipe, *words, f"output_dir={tmp_path}/other"))
-    with claim(recipe, *words) as found:  # its own
-        assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
-
-
-def test_a_run_folder_that_was_renamed_has_its_checkpoints_and_a_copy_has_not(tmp_path: Path) -> None:
+def test_only_the_checkpoints_of_the_own_run_are_continued_also_after_it_was_renamed(tmp_path: Path) -> None:
     recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
     run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
     words = [f"checkpoint.path={place}", f"output_dir={tmp_path}/new"]
-    shutil.copytree(tmp_path / "run", tmp_path / "new")
-    refused(rf"holds the checkpoints of the run in {tmp_path}/run; choose another", recipe, *words)
+    shutil.copytree(tmp_path / "run", tmp_path / "new")  # a copy has none
+    message = rf"checkpoint\.path: {place} holds the checkpoints of the run in {tmp_path}/run; choose another"
+    refused(message, recipe, *words)
+    with pytest.raises(RecipeError, match=message):
+        check_run_dir(plan_here(recipe, *words))
+    with claim(recipe, words[0]) as found:  # its own
+        assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with claim(recipe, *words) as found:
         assert found.step == 3 and marked_run(place) == str(tmp_path / "new")
-    shutil.copytree(place, tmp_path / "copied", ignore=shutil.ignore_patterns(".fsdptrain"))
+    (place / ".fsdptrain").unlink()
+    refused(f"{place} holds the checkpoints of another run; choose", recipe, words[0], f"output_dir={tmp_path}/other")
+    shutil.copytree(place, tmp_path / "copied")
     with claim(recipe, words[1], f"checkpoint.path={tmp_path}/copied") as found:
         assert found.step == 3
 
@@ -817,7 +791,7 @@ def test_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.Mon
     recipe = write_recipe(tmp_path)
     (tmp_path / "m").mkdir()
     words = ["output_dir=~/x/y", "data.path=~/text.jsonl", "data.eval={path: ~/text.jsonl}", "model.tokenizer=~/m"]
-    plan = plan_of(recipe, *words, "model.id=~/m", "model.config={}")
+    plan = plan_here(recipe, *words, "model.id=~/m", "model.config={}")
     assert plan.run_dir == str(tmp_path / "x" / "y")
     assert plan.data_path == plan.eval_path == str(tmp_path / "text.jsonl")
     assert plan.recipe.model.id == plan.recipe.model.tokenizer == str(tmp_path / "m")

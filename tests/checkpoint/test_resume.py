@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import build, digest_of, watch
 from reference import OPTIMIZERS, largest_difference
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, planned, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.checkpoint.manifest import (
@@ -22,9 +22,6 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
 )
 from fsdptrain.checkpoint.resume import measured_changes, resume_problems
-from fsdptrain.config.reader import load
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import Topology
 
 AT, STEPS, BATCH = 2, 4, 12
 
@@ -118,8 +115,7 @@ def test_skipped_steps_are_none_for_adam_also_after_a_resume(tmp_path: Path) -> 
 def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
     identities = []
     for words in ([], ["optim.momentum=0"], ["optim.momentum=0.95", "optim.lr=1"]):
-        loaded = load(write_recipe(tmp_path), ["optim.name=sgd", *words])
-        identities.append(make_plan(loaded, Topology("cpu", 1, 2)).identity())
+        identities.append(planned(write_recipe(tmp_path), "optim.name=sgd", *words).identity())
     [problem] = resume_problems(identities[0], identities[1])
     assert problem.field == "optim.momentum" and problem.message.startswith("was not 0 in the run to resume")
     [problem] = resume_problems(identities[1], identities[0])
@@ -150,7 +146,7 @@ CONTENT: dict[str, Any] = {
 def test_a_resume_refuses_other_content_and_says_what_is_only_measured(
     changed: dict[str, Any], fields: list[str], tmp_path: Path
 ) -> None:
-    plan = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 2)).identity()
+    plan = planned(write_recipe(tmp_path)).identity()
     before, now = plan | CONTENT, plan | CONTENT | changed
     problems = resume_problems(before, now)
     assert [problem.field for problem in problems] == fields

@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,24 +17,23 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from broken_saves import save
 from ranks import build, curve
 from safetensors.torch import save_file
-from support import as_nobody, on_ranks, write_recipe
+from support import as_nobody, make_searchable, on_ranks, planned, run_folder, write_recipe
 from typer.testing import CliRunner
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.manifest import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
-    Manifest,
     checkpoint_problems,
     complete_steps,
     newest_manifest,
     survey,
 )
 from fsdptrain.checkpoint.resume import inspect_earlier_attempts
-from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
-from fsdptrain.checkpoint.shards import CheckpointReader, Shard
+from fsdptrain.checkpoint.save import remove_old_checkpoints
+from fsdptrain.checkpoint.shards import CheckpointReader
 from fsdptrain.cli import app
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.reader import load
@@ -55,30 +53,19 @@ FILE = "rank-00001.safetensors"
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """Return a folder that everybody may read; those of pytest are for their owner only."""
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
+def folder(tmp_path: Path) -> Path:
+    make_searchable(tmp_path)
+    tmp_path.chmod(0o755)
+    return tmp_path
 
 
 @pytest.fixture
 def run(folder: Path) -> RunDir:
     """Return a run folder with a plan and the checkpoints of steps 2 and 4, which everybody may read."""
-    plan = make_plan(load(write_recipe(folder)), Topology("cpu", 1, 2))
-    rundir = RunDir(folder / "run")
-    rundir.root.mkdir()
-    rundir.plan.write_text(plan.to_json())
+    plan = planned(write_recipe(folder), ranks=2)
+    rundir = run_folder(plan)
     for step in (2, 4):
-        storage, files = rundir.storage, {}
-        storage.prepare(step)
-        for rank in range(2):
-            shard = Shard(torch.full((4, 3), float(step + rank)), 4 * rank, (8, 3))
-            entry = write_shards(storage.staging(step) / f"rank-{rank:05}.safetensors", {"a": shard})
-            assert entry
-            files[entry[0]] = entry[1]
-        manifest = Manifest(FORMAT_VERSION, step, 2, plan.digest(), plan.identity(), files)
-        storage.publish(step, manifest.sealed())
+        save(rundir.storage, step, plan=plan)
     return rundir
 
 
@@ -132,22 +119,20 @@ FAULTS: dict[str, tuple[Callable[[RunDir], AbstractContextManager[None]], str]] 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_checkpoint_that_the_system_cannot_read_has_no_problem_that_is_known(name: str, run: RunDir) -> None:
+def test_a_checkpoint_that_the_system_cannot_read_has_no_known_problem_and_refuses_a_start(
+    name: str, run: RunDir
+) -> None:
+    """A start does not go back to the checkpoint before."""
     fault, words = FAULTS[name]
-    before = names_in(run)
+    before, plan = names_in(run), planned(run.root.parent / "recipe.yaml", ranks=2)
     for reading in (checkpoint_problems, CheckpointReader):
         with fault(run), pytest.raises(StorageError, match=f"{words}(.|\\n)*nothing was renamed or removed"):
             reading(run.checkpoint(4))
+    for starting in (newest_manifest, complete_steps, lambda run: inspect_earlier_attempts(run, plan)):
+        if name != "a file":  # which only a load reads
+            with fault(run), pytest.raises(StorageError, match=words if name != "open files" else "EMFILE"):
+                starting(run)
     assert names_in(run) == before and checkpoint_problems(run.checkpoint(4)) == []
-
-
-@pytest.mark.parametrize("name", ["the manifest", "the folder", "open files"])
-def test_a_start_is_refused_instead_of_going_back_to_the_checkpoint_before(name: str, run: RunDir) -> None:
-    fault, words = FAULTS[name]
-    plan = make_plan(load(run.root.parent / "recipe.yaml"), Topology("cpu", 1, 2))
-    for reading in (newest_manifest, complete_steps, lambda run: inspect_earlier_attempts(run, plan)):
-        with fault(run), pytest.raises(StorageError, match=words if name != "open files" else "EMFILE"):
-            reading(run)
     assert inspect_earlier_attempts(run, plan).step == 4
 
 

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,8 @@ import pytest
 from hosts import Host, switched_hosts
 from hosts import missing as hosts_missing
 from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
-from support import events, fsdptrain, wait_for_step
+from launch.test_launch import ASSERTED, DEVICE_ASSERT
+from support import events, fsdptrain, wait_for_step, wait_until
 
 from fsdptrain.failures.watchdog import MAX_MISSED
 
@@ -181,13 +181,6 @@ def test_a_fault_ends_the_run_with_its_code_and_message(
     assert not case.resumes or resume_problems(tmp_path, request.getfixturevalue(case.resumes)) == []
 
 
-ASSERTED = (
-    "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [73,0,0], thread: [0,0,0] "
-    "Assertion `srcIndex < srcSelectDimSize` failed."
-)
-DEVICE_ASSERT = "CUDA error: device-side assert triggered"
-
-
 def test_a_device_assert_is_repeated_once_with_blocking_launches(tmp_path: Path) -> None:
     abort = {"where": MLP, "do": "abort", "rank": 1, "call": 9, "mark": str(tmp_path / "aborted")}
     abort["how"] = {"text": f"{ASSERTED}\nterminate called after throwing …\n  what():  … exception: {DEVICE_ASSERT}\n"}
@@ -226,14 +219,6 @@ def test_a_run_killed_twice_finishes_in_one_command(reference: Path, tmp_path: P
     ended = run_with(small_recipe(tmp_path, **RESTARTS), *kills)
     assert ended.problems(0, "rank 1 was killed", "rank 0 was killed", "restart 2 of 5") == []
     assert differences(tmp_path / "run", reference) == []
-
-
-@pytest.mark.parametrize("to", ["agent", "command"])
-def test_no_process_outlives_a_killed(to: str, tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path, train__steps=2000)
-    ended = run_with(recipe, kill(UPDATE, rank=1, call=5, how={"to": to}))
-    assert ended.problems(5 if to == "agent" else -9) == []
-    assert valid_steps(tmp_path / "run")
 
 
 PHASES: dict[str, list[dict[str, Any]]] = {  # kinds of kills; `call` is the first and last in which they come
@@ -474,18 +459,6 @@ def recipe_of_two(tmp: Path, **changes: Any) -> Path:
 
 
 @soak
-@pytest.mark.parametrize("victim", ["command", "agent", "self"])
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_process_killed_on_one_node_ends_both(victim: str, node: int, tmp_path: Path, two_nodes: list[Host]) -> None:
-    recipe = recipe_of_two(tmp_path, train__steps=5000)
-    fault = kill(UPDATE, rank=node, call=5, mark=str(tmp_path / "killed"), how={"to": victim})
-    commands = [Running(recipe, fault, prefix=host.prefix) for host in two_nodes]
-    for number, command in enumerate(commands):
-        code = -9 if victim == "command" and number == node else 5
-        assert command.wait().problems(code, within=5.0) == []
-
-
-@soak
 @pytest.mark.parametrize(("do", "within"), [("send", MAX_MISSED + 10.0), ("fail", 10.0)])
 def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     do: str, within: float, tmp_path: Path, two_nodes: list[Host]
@@ -579,8 +552,7 @@ def test_a_run_whose_folder_goes_away_ends_and_makes_no_other(how: str, tmp_path
     recipe, run, away = small_recipe(tmp_path, train__steps=10_000), tmp_path / "run", tmp_path / "away"
     running = Running(recipe)
     wait_for_step(run, 4)
-    while not valid_steps(run):  # the first checkpoint may still be under way
-        time.sleep(0.05)
+    wait_until(lambda: valid_steps(run), "no checkpoint")  # the first may still be under way
     run.rename(away)
     if how == "removed":
         shutil.rmtree(away)

@@ -29,9 +29,9 @@ from support import (
     python,
     send_all,
     wait_for_step,
+    wait_until,
     write_recipe,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.run_folder.records import EVENTS, Tail
@@ -90,11 +90,7 @@ def test_metrics_have_the_documented_fields(finished: Any) -> None:
     assert [event["event"] for event in found][:1] == ["start"] and found[-1]["event"] == "export"
     steps = events(finished[0] / "run", "step")
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
-    wanted = {
-        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "data_s",
-        "peak_memory_bytes", "samples",
-    }  # fmt: skip
-    assert all(wanted <= event.keys() for event in steps)
+    assert all({"epoch", "tokens", "tokens_per_s", "data_s", "samples"} <= event.keys() for event in steps)
     ranks = [event["peak_memory_by_rank"] for event in steps if "peak_memory_by_rank" in event]
     assert "peak_memory_by_rank" in steps[0] and max(ranks[-1]) == steps[-1]["peak_memory_bytes"]
     assert all(len(found) == 2 for found in ranks)
@@ -111,18 +107,6 @@ def test_what_a_run_writes_is_in_the_table_of_events(finished: Any) -> None:
         assert tail.offset and not tail.faults
 
 
-def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
-    board = EventAccumulator(str(finished[0] / "run" / "tensorboard"))
-    board.Reload()
-    losses = [event["loss"] for event in events(finished[0] / "run", "step")]
-    assert [scalar.value for scalar in board.Scalars("step/loss")] == pytest.approx(losses)
-    shown = [tensor.tensor_proto.string_val[0].decode() for tensor in board.Tensors("generated/1")]
-    generated = [event["texts"][0] for event in events(finished[0] / "run", "generated")]
-    assert len(shown) == 3 and all(
-        line in text for text, made in zip(shown, generated, strict=True) for line in made.splitlines()
-    )
-
-
 @pytest.mark.smoke
 def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
     _, held_out, corpus = stream_of(finished[0] / "recipe.yaml")
@@ -133,27 +117,13 @@ def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) ->
     assert last["tokens"] == int((documents[2] != -100).sum())
 
 
-def test_eval_computes_the_held_out_loss_of_the_run(finished: Any) -> None:
-    tmp, run = finished[0], finished[0] / "run"
-    _, held_out, corpus = stream_of(tmp / "recipe.yaml")
-    tokenizer = AutoTokenizer.from_pretrained(run / "export")
-    rows = [tokenizer.decode(documents) for documents in texts_of(corpus, held_out)]
-    (tmp / "held-out.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    last = events(run, "eval")[-1]
-    for step in ([], ["--step", str(STEPS)]):  # the export, and the checkpoint of the same step
-        done = fsdptrain("eval", run, "--data", tmp / "held-out.jsonl", "--json", *step)
+def test_eval_opens_the_export_and_the_checkpoint_of_the_same_step(finished: Any) -> None:
+    tmp, losses = finished[0], []
+    for step in ([], ["--step", str(STEPS)], ["--step", "4"]):
+        done = fsdptrain("eval", tmp / "run", "--data", tmp / "text.jsonl", "--json", *step)
         assert done.returncode == 0, done.stderr
-        (found,) = json.loads(done.stdout)["files"]
-        assert found["tokens"] == last["tokens"] and found["loss"] == pytest.approx(last["loss"], rel=1e-6)
-
-
-def texts_of(corpus: Any, sequences: list[int]) -> list[list[int]]:
-    """Return the tokens of the rows that these sequences consist of, without the token at their end."""
-    pieces = [corpus.pieces[corpus.offsets[n] : corpus.offsets[n + 1]] for n in sequences]
-    firsts: dict[int, int] = {}
-    for start, _, end in (piece for group in pieces for piece in group):
-        firsts[end] = min(start, firsts.get(end, start))
-    return [corpus.tokens[start : end - 1].tolist() for end, start in firsts.items()]
+        losses.append(json.loads(done.stdout)["files"][0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) != losses[2]
 
 
 @pytest.mark.smoke
@@ -206,31 +176,6 @@ def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> 
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_stop_signal_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False)
-    running, run = Running(recipe), tmp_path / "run"
-    wait_for_step(run, 3)
-    running.process.send_signal(signal.SIGINT)
-    assert not running.wait().problems(75, "run the same command to continue", "Ctrl-C")
-    stopped = events(run, "stop")[-1]["step"]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
-    done = fsdptrain("run", recipe, f"train.steps={stopped + 2}", "schedule.name=constant", "export.at_end=false")
-    assert done.returncode == 0, done.stderr
-    assert [event["step"] for event in events(run, "step")] == list(range(1, stopped + 3))
-    assert events(run, "resume")[-1]["step"] == stopped
-
-
-def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, launch__nproc_per_node=1)
-    text = tmp_path / "text.jsonl"
-    lines = text.read_text().splitlines()
-    lines[6] = '{"text": 7}'
-    text.write_text("\n".join(lines))
-    done = fsdptrain("run", recipe)
-    assert done.returncode == 4
-    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is an int; expected text; put quotes around it"
-
-
 def test_a_batch_larger_than_an_epoch_is_refused_before_training(tmp_path: Path) -> None:
     train = {"epochs": 1, "global_batch_size": 64, "micro_batch_size": 1}
     refused = fsdptrain("run", write_recipe(tmp_path, launch__nproc_per_node=1, data__max_rows=20, train=train))
@@ -277,22 +222,11 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
     assert valid_steps(run) == [stop["step"]] and stop["step"] >= 2
 
 
-def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
-    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
-    running = Running(recipe, prefix=["env"])  # a process that has everything to import
-    end = time.monotonic() + 150
-    while time.monotonic() < end and not processes_using(run, also="fsdptrain.launch.agent"):
-        time.sleep(0.05)
-    running.process.send_signal(signal.SIGTERM)  # the agent starts, or imports torch
-    assert not running.wait().problems(75)
-
-
 def test_a_stop_signal_is_obeyed_while_a_large_model_is_checked(tmp_path: Path) -> None:
     config = {"model_type": "llama", **TINY, "num_hidden_layers": 4096}  # takes a minute
     recipe, run = write_recipe(tmp_path, model__config=config, launch__grace_s=20), tmp_path / "run"
-    running, end = Running(recipe), time.monotonic() + 60
-    while time.monotonic() < end and not (run / "logs" / "progress.jsonl").exists():
-        time.sleep(0.1)
+    running = Running(recipe)
+    wait_until((run / "logs" / "progress.jsonl").exists, "no worker has started")
     time.sleep(2)  # its constructor runs
     running.process.send_signal(signal.SIGTERM)
     ended = running.wait()

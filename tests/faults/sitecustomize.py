@@ -112,10 +112,11 @@ def nan(result: Any) -> Any:
 
 
 def zero(result: Any) -> Any:
-    """Make the tensors zero that a function returns by name."""
-    for tensor in result.values():
-        tensor.zero_()
-    return result
+    """Make the tensors zero that a function yields by name, in groups."""
+    for group in result:
+        for tensor in group.values():
+            tensor.zero_()
+        yield group
 
 
 def nan_gradient(result: Any) -> Any:

@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from histories.client import Ended, state_of
+from support import wait_until
 
 from fsdptrain.checkpoint.manifest import survey
 from fsdptrain.errors import FsdptrainError
@@ -69,7 +69,11 @@ class Files:
     def of(cls, root: Path, places: list[Path]) -> Files:
         found = {}
         for path in root.rglob("*"):
-            is_place = any(path.is_relative_to(place) for place in places) or is_beside(path, places)
+            # A place, or its scratch: `.NAME.writing` beside NAME.
+            is_place = any(path.is_relative_to(place) for place in places) or any(
+                place.parent in path.parents and path.relative_to(place.parent).parts[0].startswith(f".{place.name}.")
+                for place in places
+            )
             if path.is_file() and not is_place:
                 status = path.stat()
                 found[path] = (digest(path), status.st_mtime_ns, status.st_mode)
@@ -88,16 +92,6 @@ class Files:
             assert present[name].read_bytes() == content, f"{ended.words} changed {present[name]}"
 
 
-def is_beside(path: Path, places: list[Path]) -> bool:
-    """Return whether a path is scratch that belongs to a place: `.NAME.writing` beside NAME."""
-    return any(place.parent in path.parents and scratch_of(place, path) for place in places)
-
-
-def scratch_of(place: Path, path: Path) -> bool:
-    """Return whether a path below the folder of `place` is scratch of it."""
-    return path.relative_to(place.parent).parts[0].startswith(f".{place.name}.")
-
-
 def check_command(ended: Ended) -> None:
     """Raise AssertionError unless a command ended as the documents say: a known code, one message, no traceback."""
     if ended.code < 0:
@@ -114,10 +108,7 @@ def check_nothing_left(history: History, ended: Ended) -> None:
     server = history.server
     if any(state_of(number) == "T" for number in server.processes()):
         return  # of another command, which is frozen
-    end = time.monotonic() + GONE_S
-    while (left := server.processes()) and time.monotonic() < end:
-        time.sleep(0.002)
-    assert not left, f"{ended.words} left processes: {left}"
+    wait_until(lambda: not server.processes(), f"{ended.words}: processes did not end", GONE_S)
     for lock in history.run_dir.glob("logs/lock*"):
         if os.access(lock, os.W_OK) and lock.stat().st_mode & 0o600:
             try:

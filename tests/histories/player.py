@@ -12,14 +12,13 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from histories import invariants
 from histories.client import Ended, Server, Started
 from histories.world import URL, recipe
-from support import send_all
+from support import send_all, wait_until
 
 from fsdptrain.run_folder.files import unused_name
 
@@ -107,7 +106,7 @@ class History:
         first = self.server.start(*words, fault={**frozen, "do": "freeze"})
         order: list[tuple[Started, int | None]] = [(first, first_step)]
         if first.wait_for_fault():
-            self._wait_until_frozen(first)
+            wait_until(first.frozen, "no first command is frozen", 10)
             of_second = {
                 "run": self._run_words(), "export": self._export_words("", None),
                 "export --out": self._export_words("copy", second_step), "status": ["status", self.run_dir, "--json"],
@@ -116,7 +115,7 @@ class History:
             other = self.server.start(*of_second, fault={**then, "do": "freeze"} if then else None)
             both = bool(then) and other.wait_for_fault()
             if both:
-                self._wait_until_frozen(other)
+                wait_until(other.frozen, "no second command is frozen", 10)
             order.insert(int(both), (other, second_step))
         ends = []
         for command, step in order:
@@ -135,14 +134,6 @@ class History:
 
     def _places_of_run(self, folder: Path) -> list[Path]:
         return [folder, *([self.root / "store", self.root / "store.uploads"] if self.in_store else [])]
-
-    def _wait_until_frozen(self, command: Started) -> None:
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            if command.frozen():
-                return
-            time.sleep(0.001)
-        raise AssertionError(f"nothing of {command.words} is frozen")
 
     # what happens to files
 
@@ -268,4 +259,4 @@ def changed_content(what: str, content: bytes) -> bytes:
         vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
         return json.dumps(fields).encode()
     *rows, last = content.splitlines()
-    return b"\n".join([*rows, last.replace(b"assistant", b"assistant").replace(b"the", b"not"), rows[0]]) + b"\n"
+    return b"\n".join([*rows, last.replace(b"the", b"not"), rows[0]]) + b"\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,13 @@ def planned(tmp: Path, **changes: Any) -> Plan:
 def exported(plan: Plan, adapter: bool = False) -> None:
     """Write what a run exports: the base, or an adapter for it."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer
 
     base = str(plan.recipe.model.id)
-    model = AutoModelForCausalLM.from_pretrained(base)
+    shutil.copytree(base, plan.rundir.export)
     if adapter:
+        model = AutoModelForCausalLM.from_pretrained(base)
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    model.save_pretrained(plan.rundir.export)
-    AutoTokenizer.from_pretrained(base).save_pretrained(plan.rundir.export)
+        model.save_pretrained(plan.rundir.export)
 
 
 def generated(text: str) -> str:

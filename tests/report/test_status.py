@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 from pseudo_terminal import Terminal
 from rich.console import Console
-from support import fsdptrain, sample, write_recipe
+from support import fsdptrain, run_folder, sample, write_recipe
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError, WorkerLost
@@ -41,9 +41,7 @@ class Written:
         written = load(write_recipe(tmp, **changes))
         source = "Slurm job 7" if nodes > 1 else ""
         plan = make_plan(written, Topology("cpu", nodes, 2, source=source, least_nnodes=least))
-        self.rundir = plan.rundir
-        self.rundir.logs.mkdir(parents=True)
-        self.rundir.plan.write_text(plan.to_json())
+        self.rundir = run_folder(plan)
 
     def event(self, kind: str, ago_s: float = 0.0, **fields: Any) -> None:
         with self.rundir.metrics.open("a") as stream:
@@ -231,9 +229,6 @@ def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:
     run.start()
     run.event("resume", step=8)  # the newest one was damaged
     assert run.status()["checkpoint"]["path"] == "/x/step-00000008" and "saved  step 8, 0:0" in run.shown()
-    run.steps(9, first=9)
-    assert (run.status()["checkpoint"]["step"], run.status()["unsaved_steps"]) == (8, 1)
-    run.start()
     run.event("resume", step=2)  # of which no save is recorded: the disk was full
     assert run.status()["checkpoint"] == {"step": 2, "path": None, "age_s": None} and "saved  step 2\n" in run.shown()
     run.event("resume", step=0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import sample, write_recipe
+from support import plan_here, run_folder, sample, write_recipe
 from typer.testing import CliRunner
 
 from fsdptrain.cli import app
@@ -237,8 +237,7 @@ CONTENTS: dict[str, bytes | Callable[[Path], object]] = {
 
 def run_of(tmp_path: Path) -> tuple[Path, Plan]:
     recipe = write_recipe(tmp_path)
-    written = load(recipe)
-    plan = make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}))
+    plan = plan_here(recipe)
     with claim_run_dir(plan, recipe.read_text(), fresh=False):
         pass
     with contextlib.closing(Reporter(plan.rundir)) as reporter:
@@ -317,8 +316,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     launch = {"nnodes": "1:2", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
     recipe = write_recipe(tmp_path_factory.mktemp("run"), launch=launch)
     plan = make_plan(load(recipe), Topology("cpu", 2, 2, least_nnodes=1))
-    plan.rundir.logs.mkdir(parents=True)
-    plan.rundir.plan.write_text(plan.to_json())
+    run_folder(plan)
     return plan
 
 

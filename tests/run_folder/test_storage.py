@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import shutil
 import signal
 import subprocess
@@ -20,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from forks import Command
-from support import environment, events, fsdptrain, processes_using, send_all, write_recipe
+from support import environment, events, fsdptrain, planned, processes_using, send_all, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
+from broken_saves import load_alone, save, shards_of_rank, write
 from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, REFUSALS, SLOW_DOWN, Answer, ObjectStore, serve_here
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -35,22 +35,20 @@ from fsdptrain.checkpoint.manifest import (
     Manifest,
     checkpoint_problems,
     complete_steps,
-    read_manifest,
     survey,
 )
 from fsdptrain.checkpoint.resume import inspect_earlier_attempts
-from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
+from fsdptrain.checkpoint.save import remove_old_checkpoints
 from fsdptrain.checkpoint.shards import CheckpointReader, Shard, find_pieces, load_checkpoint, open_tensors
 from fsdptrain.cli import app
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError
 from fsdptrain.launch.run_lock import claim_run_dir
-from fsdptrain.plan.plan import Plan, make_plan
-from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder import storage as storage_module
 from fsdptrain.run_folder.ownership import marked_run
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.run_folder.storage import MANIFEST_NAME, CheckpointStorage, Location, ObjectPath, checkpoint_name
+from fsdptrain.run_folder.storage import MANIFEST_NAME, ObjectPath, checkpoint_name
 
 
 @pytest.fixture(scope="module")
@@ -70,37 +68,6 @@ def remote(tmp_path: Path, server: ObjectStore) -> RunDir:
     return RunDir(tmp_path / "run", f"s3://{BUCKET}/{tmp_path.name}/run")
 
 
-def shards_of_rank(rank: int, world: int = 2, seed: int = 0) -> dict[str, Shard]:
-    """Return a rank's rows of some random tensors."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = {name: torch.randn(8, *shape, generator=draw).to(dtype) for name, shape, dtype in TENSORS}
-    size = 8 // world
-    return {
-        name: Shard(tensor[rank * size : (rank + 1) * size], rank * size, tuple(tensor.shape))
-        for name, tensor in rows.items()
-    }
-
-
-TENSORS = (("a", (3, 5), torch.float32), ("b", (), torch.bfloat16), ("c", (700,), torch.float64))
-
-
-def write(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> dict[str, Any]:
-    """Write the files of all ranks, without publishing them; return the entries of the manifest."""
-    storage.prepare(step)
-    written = {}
-    for rank in range(world):
-        path, shards = storage.staging(step) / f"rank-{rank:05}.safetensors", shards_of_rank(rank, world, seed)
-        entry = write_shards(path, shards, True, lambda path: storage.deliver(step, path))
-        assert entry
-        written[entry[0]] = entry[1]
-    return written
-
-
-def save(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> None:
-    files = write(storage, step, seed, world)
-    storage.publish(step, Manifest(FORMAT_VERSION, step, world, "", {}, files).sealed())
-
-
 def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     storage = run.storage
     assert storage.steps() == []
@@ -109,14 +76,11 @@ def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     assert storage.steps() == [] and storage.other_names()[0] == []
     storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
     assert storage.steps() == complete_steps(run) == [3] and checkpoint_problems(storage.checkpoint(3)) == []
-    assert storage.size_of(3) == (sum(entry["bytes"] for entry in files.values()) + len(manifest(storage, 3)), 3)
+    with (storage.checkpoint(3) / MANIFEST_NAME).open("rb") as manifest:
+        size = sum(entry["bytes"] for entry in files.values()) + len(manifest.read())
+    assert storage.size_of(3) == (size, 3)
     with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
         storage.prepare(3)
-
-
-def manifest(storage: CheckpointStorage, step: int) -> bytes:
-    with (storage.checkpoint(step) / MANIFEST_NAME).open("rb") as stream:
-        return bytes(stream.read())
 
 
 def test_an_interrupted_save_is_removed_and_others_files_stay(run: RunDir) -> None:
@@ -158,11 +122,6 @@ def test_what_an_interrupted_removal_leaves_in_a_store_is_no_checkpoint(remote: 
     with server.failing(only_one), pytest.raises(StorageError):
         remote.storage.remove(1)
     assert len(removed) > 1 and remote.storage.steps() == []
-
-
-def load_alone(folder: Location, shards: dict[str, Shard]) -> None:
-    files = sorted(read_manifest(folder).files)
-    load_checkpoint(folder, files, shards, find_pieces(folder, files, shards))
 
 
 def test_any_number_of_ranks_reads_its_rows(run: RunDir) -> None:
@@ -216,11 +175,9 @@ def test_only_the_rows_asked_for_are_read(remote: RunDir, server: ObjectStore, t
 def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
     save(remote.storage, 1)
     save(remote.storage, 2)
-    path, draw = remote.checkpoint(2) / "rank-00001.safetensors", random.Random(1)
-    good = path.read(0, path.stat().st_size)
-    bad = bytearray(good)
-    bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-    path.fs.pipe_file(path.key, bytes(bad))
+    path = remote.checkpoint(2) / "rank-00001.safetensors"
+    *good, last = path.read(0, path.stat().st_size)
+    path.fs.pipe_file(path.key, bytes([*good, last ^ 1]))
     assert checkpoint_problems(path.parent) == [f"{path} is damaged: its checksum differs from the manifest's"]
     assert survey(remote)["resume"] == 1
     path.fs.rm_file(path.key)
@@ -287,8 +244,7 @@ def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, s
 
 
 def test_the_newest_of_two_places_is_continued(tmp_path: Path) -> None:
-    earlier = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 2))
-    other = make_plan(load(write_recipe(tmp_path, checkpoint__path=str(tmp_path / "other"))), Topology("cpu", 1, 2))
+    earlier, other = (planned(write_recipe(tmp_path), *words) for words in ([], [f"checkpoint.path={tmp_path}/other"]))
     for step, folder in ((2, earlier.rundir.checkpoints), (1, tmp_path / "other")):
         (folder / checkpoint_name(step)).mkdir(parents=True)
     earlier.rundir.plan.write_text(earlier.to_json())
@@ -304,7 +260,7 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
 
     def plan(output_dir: str, lr: float, seed: int = 0) -> Plan:
         keys = {"checkpoint__path": place, "output_dir": str(tmp_path / output_dir), "optim__lr": lr, "seed": seed}
-        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
+        return planned(write_recipe(tmp_path, **keys), ranks=2)
 
     refused = f"checkpoint.path: {place} holds the checkpoints of "
     with claim() as found:
@@ -313,8 +269,7 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
     store, storage = first.rundir.checkpoint_place, first.rundir.storage
     assert isinstance(store, ObjectPath) and marked_run(store) == str(tmp_path / "a")
     storage.remove_leftovers()
-    files = write(storage, 2)
-    storage.publish(2, Manifest(FORMAT_VERSION, 2, 2, first.digest(), first.identity(), files).sealed())
+    save(storage, 2, plan=first)
     before = store.names()
     assert before == [".fsdptrain", "step-00000002/"] and storage.steps() == [2]
     with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a; choose another"), claim("b", 1e-3):
@@ -352,16 +307,24 @@ def test_an_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)
 
 
-def recipe_for(tmp: Path, place: str) -> Path:
-    """Write a recipe of two ranks that saves every two steps, and may be continued with more of them."""
-    checkpoints = {"checkpoint__keep": 1, "checkpoint__path": place}
-    return write_recipe(tmp, export__at_end=False, schedule__name="constant", schedule__warmup=0, **checkpoints)
-
-
 @pytest.mark.soak
-def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload(tmp_path: Path, server: ObjectStore) -> None:
-    place = f"s3://{BUCKET}/{tmp_path.name}/run"
-    recipe, run, uploading = recipe_for(tmp_path, place), RunDir(tmp_path / "run", place), threading.Event()
+def test_a_run_in_an_object_store_survives_its_refusals_and_a_kill_in_mid_upload(
+    tmp_path: Path, server: ObjectStore
+) -> None:
+    place, uploading = f"s3://{BUCKET}/{tmp_path.name}/run", threading.Event()
+    recipe = write_recipe(
+        tmp_path, checkpoint__keep=1, checkpoint__path=place, export__at_end=False, train__steps=6,
+        schedule={"name": "constant", "warmup": 0},
+    )  # fmt: skip
+    run = RunDir(tmp_path / "run", place)
+    for answer, requests, words in (
+        (FORBIDDEN, "PUT", "access is refused: check the credentials"),  # the right to read, but not to write
+        (EXPIRED, "rank-", "which may have expired"),  # during the first save
+    ):
+        with server.times(-1, answer, requests):
+            done = fsdptrain("run", recipe, timeout=300)
+        assert done.returncode == 6 and words in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+        assert bool(events(run.root, "step")) == (answer is EXPIRED) and run.checkpoint_steps() == []
 
     def stall_second_save(method: str, path: str) -> Answer | None:
         if method == "PUT" and "step-00000004/rank-00001" in path:
@@ -370,16 +333,16 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload(tmp_path: Path, 
             return INTERNAL  # to nobody: else the object would appear in the middle of the next run
         return None
 
-    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe), "train.steps=6"]
+    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
     with server.failing(stall_second_save):
         process = Command(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert uploading.wait(300)
         send_all(signal.SIGKILL, (*processes_using(run.root), process.pid))
         process.wait()
     assert run.checkpoint_steps() == [2] and checkpoint_problems(run.checkpoint(2)) == []
-    done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
+    done = fsdptrain("run", recipe, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert [event["step"] for event in events(run.root, "resume")] == [2]
+    assert events(run.root, "resume")[-1]["step"] == 2
     assert RunDir.open(run.root).checkpoint_path == place
     assert run.checkpoint_steps() == [6] and run.storage.other_names() == ([], [])
     assert not list(run.root.rglob("rank-*.safetensors"))  # nothing stays on the disk
@@ -387,19 +350,3 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload(tmp_path: Path, 
     assert done.returncode == 0 and json.loads(done.stdout)["resume"] == 6, done.stderr
     done = fsdptrain("export", run.root)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.soak
-def test_a_run_whose_store_refuses_ends_with_one_clear_error(tmp_path: Path, server: ObjectStore) -> None:
-    place = f"s3://{BUCKET}/{tmp_path.name}/run"
-    recipe = recipe_for(tmp_path, place)
-    with server.times(-1, FORBIDDEN, "PUT"):  # the right to read, but not to write
-        done = fsdptrain("run", recipe, "train.steps=4", timeout=300)
-    assert done.returncode == 6 and "access is refused: check the credentials" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr and not events(tmp_path / "run", "step")
-    with server.times(-1, EXPIRED, "rank-"):  # the credentials expire during the first save
-        done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
-    assert done.returncode == 6 and "which may have expired" in " ".join(done.stderr.split())
-    assert RunDir(tmp_path, place).checkpoint_steps() == []
-    done = fsdptrain("run", recipe, "train.steps=6", timeout=300)
-    assert done.returncode == 0 and RunDir(tmp_path, place).checkpoint_steps() == [6], done.stderr

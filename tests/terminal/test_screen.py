@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
-from support import ROOT, write_recipe
+from support import ROOT
 
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.reader import load
-from fsdptrain.plan.hardware import CPU, KNOWN
-from fsdptrain.plan.plan import draft_plan, make_plan
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import draft_plan
 from fsdptrain.plan.topology import topology_of
 from fsdptrain.processes import VisibleText
 from fsdptrain.report.run_banner import heading
@@ -133,22 +133,6 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monke
         kind = f"LoRA of rank {plan.recipe.adapter.r} on all linear layers"
         assert lines["trains"].startswith(f"{kind}, in float32; the rest is frozen in ")
     assert ("trains" in lines) == ("-lora" in recipe.stem or "-qlora" in recipe.stem)
-
-
-def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
-    written = load(write_recipe(tmp_path), [])
-    plan = make_plan(written, topology_of(written.recipe, None, CPU))
-    rundir = plan.rundir
-    found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
-    heads = [heading(plan, rundir, before) for before in found]
-    rundir.root.mkdir()
-    rundir.metrics.touch()
-    heads.append(heading(plan, rundir, EarlierAttempts()))
-    states = [head.splitlines()[0].split(": ")[1].split(",")[0] for head in heads]
-    assert states == [
-        "new", "resumes after step 2", "4/4 steps; evaluation or export is not complete",
-        "starts from step 0 (no checkpoint yet)",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
