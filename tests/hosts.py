@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from injection import holder
 
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
@@ -75,11 +76,19 @@ class Host:
 
     @contextlib.contextmanager
     def slow(self, megabits: int) -> Iterator[str]:
-        """Let so many megabits a second pass in each direction, each packet 20 ms late; yield what does it."""
+        """Let so many megabits a second pass in each direction, each packet 20 ms late; yield what does it.
+
+        Skips the test where the kernel has no netem.
+        """
         ends = [(self.prefix, "eth0"), (inside(self._switch), self.name)]
         words = f"netem delay 20ms rate {megabits}mbit"
         for at, device in ends:
-            call(*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split())
+            try:
+                call(*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split())
+            except AssertionError as error:
+                if "qdisc kind is unknown" in str(error):
+                    pytest.skip("the kernel has no netem, which makes a link slow")
+                raise
         yield words
         for at, device in ends:
             call(*at, "tc", "qdisc", "delete", "dev", device, "root")
