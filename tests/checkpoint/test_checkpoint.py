@@ -156,6 +156,15 @@ def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir) -> None
     assert named == flips and survey(run)["good"]
 
 
+def test_a_manifest_that_was_edited_is_refused(run: RunDir) -> None:
+    manifest = newest(run) / MANIFEST_NAME
+    before = manifest.read_bytes()
+    assert before.count(b'"skipped": 0') == 1
+    manifest.write_bytes(before.replace(b'"skipped": 0', b'"skipped": 1'))
+    assert "its checksum does not match" in refused(newest(run))[0]
+    manifest.write_bytes(before)
+
+
 def refused(folder: Path) -> list[str]:
     """Return what the loader finds wrong with a checkpoint before it opens it."""
     try:
