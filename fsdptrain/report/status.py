@@ -161,7 +161,7 @@ class Observer:
         if self._is_finished(made, total):
             if early := self._last.get("early_stop"):
                 return "finished", f"{without_better(early)}: ended after step {made:,} of {total:,}"
-            return "finished", f"all {counted(made, 'step')} are trained"
+            return "finished", f"{made:,}/{made:,} steps"
         if self._meets_again(silent_s):
             return "running", "workers were lost; the other nodes meet again"
         if self._run.ends and not here and self._stage() is None:  # else it was started again, and prepares

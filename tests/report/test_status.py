@@ -165,7 +165,7 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
         assert run.status()["state"] == "running"  # the export is missing
     run.event("export", path="/x/export")
     assert (run.status()["state"], run.status()["export"]) == ("finished", "/x/export")
-    assert "run    run: finished; all 4 steps are trained\n" in run.shown()
+    assert "run    run: finished; 4/4 steps\n" in run.shown()
 
 
 def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_run_whose_job_is_in_a_queue_is_watched_until_it_ends(tmp_path: Path) 
                 terminal.wait_for(f"step   {step} of 3")
         run.steps(3, first=3)
         run.event("export", path="/x/export")
-        terminal.wait_for("run: finished; all 3 steps are trained")
+        terminal.wait_for("run: finished; 3/3 steps")
         assert terminal.process.wait(10) == 0
     done = fsdptrain("status", run.rundir.root, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["state"] == "finished"
