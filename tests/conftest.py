@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
@@ -66,6 +67,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def cache() -> Path:
     return Path(_cache.name)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test a cache of its own, of which it can say what is there; return its folder."""
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which the files are added whose rows are encoded."""
+    from fsdptrain.data.prepare import PartEncoder
+
+    names, encode = list[str](), PartEncoder._write
+
+    def note(self: PartEncoder, folder: Path, part: Any) -> None:
+        names.extend(map(str, part.stamps))
+        encode(self, folder, part)
+
+    monkeypatch.setattr(PartEncoder, "_write", note)
+    return names
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,10 @@ def plan_here(recipe: Path, *overrides: str, **env: str) -> Plan:
     return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": "", **env}))
 
 
+def quiet(*_: object) -> None:
+    """Show no progress."""
+
+
 def run_folder(plan: Plan) -> RunDir:
     """Make the run folder of a plan, with a folder for logs; return it."""
     plan.rundir.logs.mkdir(parents=True, exist_ok=True)

@@ -33,10 +33,8 @@ def test_a_program_trains_reads_and_exports(tmp_path: Path, capsys: pytest.Captu
     recipe = write_recipe(tmp_path, launch__nproc_per_node=1)
     folder = fsdptrain.run(recipe, ["train.steps=2"])
     assert Path(folder) == tmp_path / "run" and "step" in capsys.readouterr().out
-    history = fsdptrain.read_history(folder)
-    assert [event["loss"] for event in history if event["event"] == "step"] == [
-        event["loss"] for event in events(tmp_path / "run", "step")
-    ]
+    steps = [event for event in fsdptrain.read_history(folder) if event["event"] == "step"]
+    assert [event["loss"] for event in steps] == [event["loss"] for event in events(tmp_path / "run", "step")]
     exported = fsdptrain.export(folder, out=tmp_path / "model", step=2, dtype="bfloat16")
     assert str(AutoModelForCausalLM.from_pretrained(exported, dtype="auto").dtype) == "torch.bfloat16"
 

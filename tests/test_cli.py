@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from pseudo_terminal import run_on_terminal
-from support import ROOT, environment, fsdptrain
+from support import ROOT, environment, fsdptrain, python
 
 from fsdptrain.cli import app
 from fsdptrain.config.formats import Format
@@ -62,9 +62,7 @@ print(json.dumps([shown, sorted(heavy)]))
 """
     commands = ["", "recipes", *COMMANDS]
     lines = [f"{command} {flag}".strip() for command in commands for flag in ("-h", "--help")] + ["--version"]
-    words = [sys.executable, "-c", code, json.dumps(lines)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
-    shown, heavy = json.loads(done.stdout)
+    shown, heavy = json.loads(python("-c", code, json.dumps(lines), executed=True).stdout)
     assert heavy == []
     for command in commands:
         assert "Usage:" in shown[f"{command} -h".strip()] == shown[f"{command} --help".strip()]
@@ -236,13 +234,10 @@ def refused() -> None:
 sys.argv = ["fsdptrain", "refused"]
 cli.main()
 """
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, env=environment(), check=False)
+    done = python("-c", words, executed=True)
     assert done.returncode == 6 and "Traceback" not in done.stderr, done.stderr
-    assert (
-        "/some/file" in done.stderr
-        and os.strerror(number) in done.stderr
-        and ("no space" in done.stderr) == (number in DISK_FULL_ERRNOS)
-    )
+    assert "/some/file" in done.stderr and os.strerror(number) in done.stderr
+    assert ("no space" in done.stderr) == (number in DISK_FULL_ERRNOS)
 
 
 # --------------------------------------------------------------------------------------------------- on a terminal

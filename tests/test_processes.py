@@ -114,11 +114,8 @@ def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.Mo
             assert child.ask(asked) == {"got": asked} and child.content(3) == bytes(3)
         assert child.ask({"do": "fail"}, wait=lambda: None) is None
         assert (child.code, child.killed, child.last_error()) == (1, "", "ValueError: the reason")
-        assert child.errors().splitlines() == [
-            *["what a library prints"] * 3,
-            "ValueError: the reason",
-            "the last line",
-        ]
+        printed = ["what a library prints"] * 3
+        assert child.errors().splitlines() == [*printed, "ValueError: the reason", "the last line"]
         assert child.ask({"do": "answer"}) is None, "it has ended"
     with Child("any", keep_errors=True) as child:
         assert child.ask({"do": "die"}) is None and "SIGKILL" in child.killed

@@ -17,14 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain import processes
 from fsdptrain.checkpoint import export_check
-from fsdptrain.checkpoint.export_check import (
-    Sample,
-    Way,
-    comparison,
-    differences,
-    fresh_process,
-    logits_from,
-)
+from fsdptrain.checkpoint.export_check import Sample, Way, comparison, differences, fresh_process, logits_from
 from fsdptrain.errors import CheckpointError, Stopped
 from fsdptrain.plan.limits import available_memory
 

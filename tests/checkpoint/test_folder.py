@@ -403,9 +403,8 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
     )  # fmt: skip
     assert (agent.returncode, worker.returncode) == (1, RecipeError.exit_code)
     for message in (failure["record"], json.loads(record.read_text())["message"]["extraInfo"]):
-        assert (
-            message["type"] == "RecipeError" and "is not the plan that this run was started with" in message["message"]
-        )
+        assert message["type"] == "RecipeError"
+        assert "is not the plan that this run was started with" in message["message"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -24,13 +24,7 @@ from support import as_nobody, make_searchable, on_ranks, planned, run_folder, w
 from typer.testing import CliRunner
 
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.manifest import (
-    MANIFEST_NAME,
-    checkpoint_problems,
-    complete_steps,
-    newest_manifest,
-    survey,
-)
+from fsdptrain.checkpoint.manifest import MANIFEST_NAME, checkpoint_problems, complete_steps, newest_manifest, survey
 from fsdptrain.checkpoint.resume import inspect_earlier_attempts
 from fsdptrain.checkpoint.save import remove_old_checkpoints
 from fsdptrain.checkpoint.shards import CheckpointReader
@@ -160,9 +154,8 @@ def test_what_the_system_cannot_read_is_neither_missing_nor_damaged(
 ) -> None:
     write_export_record(run, 4, {}, {})
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(run.root))
-    cached_folder("data", str(run.root), lambda made: (made / "rows").write_bytes(b"1") and None).rename(
-        run.root / "cache"
-    )
+    made = cached_folder("data", str(run.root), lambda folder: (folder / "rows").write_bytes(b"1") and None)
+    made.rename(run.root / "cache")
     part, reading = READERS[name]
     path = run.root / part
     mode = path.stat().st_mode
@@ -178,10 +171,8 @@ def test_verify_shows_what_cannot_be_read_and_that_a_resume_is_refused(run: RunD
     with without_rights(FILE)(run):
         found = survey(run)
         done = CliRunner().invoke(app, ["verify", str(run.root)])
-    assert [(c["step"], c["unreadable"], len(c["problems"])) for c in found["checkpoints"]] == [
-        (2, False, 0),
-        (4, True, 1),
-    ]
+    seen = [(each["step"], each["unreadable"], len(each["problems"])) for each in found["checkpoints"]]
+    assert seen == [(2, False, 0), (4, True, 1)]
     assert found["resume"] is None and not found["good"]
     assert isinstance(done.exception, StorageError) and "files cannot be read" in str(done.exception)
     assert "a resume is refused while the checkpoint of step 4 cannot be read" in done.stdout
@@ -235,9 +226,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, run: R
     run.plan.chmod(0)
     with as_nobody():
         other, unreadable = list_runs(folder)
-        with pytest.raises(
-            RecipeError, match=r"no run has anything to report:\n.*nothing was rec(.|\n)*Permission denied"
-        ):
+        with pytest.raises(RecipeError, match=r"no run has anything to report:\n.*nothing w(.|\n)*Permission denied"):
             write_report([RunDir(folder)], folder / "report.html")
     assert other["name"] and other["state"] != "unreadable"
     assert unreadable["state"] == "unreadable" and "plan.json cannot be read: Permission denied" in unreadable["why"]

@@ -22,21 +22,11 @@ from hypothesis import strategies as st
 from support import ROOT
 
 from fsdptrain.config import rules
-from fsdptrain.config.keys import (
-    KEYS,
-    SECTIONS,
-    RecipeLoader,
-    accepts,
-    flat,
-    json_schema,
-    key_of,
-    value_at,
-    yaml_text,
-)
+from fsdptrain.config.keys import KEYS, SECTIONS, RecipeLoader, accepts, flat, json_schema, key_of, value_at, yaml_text
 from fsdptrain.config.names import foreign_values, leading_key, replacement_message, replacement_of, replacements
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
-from fsdptrain.config.schema import Recipe
+from fsdptrain.config.schema import Data, Model, Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
@@ -132,16 +122,8 @@ def test_a_default_can_be_written_out(tmp_path: Path, path: str) -> None:
 
 def test_a_sparse_recipe_is_the_defaults(tmp_path: Path) -> None:
     sparse = read(tmp_path, BASE)
-    assert (
-        sparse.recipe
-        == read(tmp_path, BASE + "optim:\nfsdp: {}\n").recipe
-        == dataclasses.replace(
-            Recipe(),
-            output_dir="runs/run",
-            model=dataclasses.replace(Recipe().model, id="org/name"),
-            data=dataclasses.replace(Recipe().data, path="rows.jsonl"),
-        )
-    )
+    expected = Recipe(output_dir="runs/run", model=Model(id="org/name"), data=Data(path="rows.jsonl"))
+    assert sparse.recipe == read(tmp_path, BASE + "optim:\nfsdp: {}\n").recipe == expected
     assert sparse.where == {"model.id": "recipe.yaml:1", "data.path": "recipe.yaml:2"}
     assert (sparse.text, sparse.folder) == (BASE, tmp_path.resolve())
 
@@ -202,9 +184,8 @@ def test_a_document_that_a_message_names_is_installed_with_the_package(tmp_path:
 
 def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
     tables = DOCUMENT.read_text().partition("## Names\n")[2].partition("## Values")[0]
-    names = [
-        name for cell in re.findall(r"^\| (`.+?) \|", tables, re.MULTILINE) for name in re.findall("`(.+?)`", cell)
-    ]
+    cells = re.findall(r"^\| (`.+?) \|", tables, re.MULTILINE)
+    names = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
     assert sorted(names) == sorted(replacements()) and len(names) > 150, "each is read, and listed once"
     known = {*KEYS, *(path.partition(".")[0] for path in KEYS)}
     for text in replacements().values():
@@ -659,10 +640,7 @@ def test_plain_references_are_resolved(tmp_path: Path) -> None:
 def test_a_resolver_is_refused_wherever_it_is(tmp_path: Path, value: str, key: str) -> None:
     quoted = f'"{value}"'
     inside = {"data.path": quoted, "model.config": f"{{a: [1, {{b: {quoted}}}]}}", "data.columns": f"{{{quoted}: x}}"}
-    for problems in (
-        refused(tmp_path, with_key(key, inside[key])),
-        refused(tmp_path, BASE, f"{key}={inside[key]}"),
-    ):
+    for problems in both(tmp_path, key, inside[key]):
         assert [p.field for p in problems] == [key]
         assert "resolvers are refused" in problems[0].message
 
@@ -863,9 +841,8 @@ def test_groups_to_try_divide_the_nodes_and_are_neither_one_rank_nor_all() -> No
 
 
 def test_the_document_has_a_row_for_each() -> None:
-    assert [name for name in re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE) if name in RANKS] == [
-        *RANKS
-    ]
+    rows = re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert [name for name in rows if name in RANKS] == [*RANKS]
 
 
 # --- values as YAML, for recipes, messages and manifests -------------------------------------------------------------

@@ -15,17 +15,7 @@ from typing import Any
 
 import pytest
 from support import GSM8K
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain.config.formats import Format
@@ -47,6 +37,7 @@ CHATML = (
 )
 ROLE_LINES = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+USUAL: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}  # of every trainer
 
 
 def texts() -> Iterator[str]:
@@ -63,10 +54,7 @@ def byte_level(trim: bool) -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=trim)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        texts(),
-        trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
-    )
+    made.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, **USUAL))
     return made
 
 
@@ -83,9 +71,8 @@ def metaspace(scheme: str | None) -> Tokenizer:
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
     # Trained on lines, so that no token contains a line break, with every byte in the vocabulary.
     lines = (line for text in texts() for line in text.split("\n"))
-    made.train_from_iterator(
-        lines, trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIAL + bytes_, show_progress=False)
-    )
+    with_bytes = USUAL | {"special_tokens": SPECIAL + bytes_}
+    made.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=900, **with_bytes))
     plain = json.loads(made.to_str())  # bytes are not special tokens
     plain["added_tokens"] = plain["added_tokens"][: len(SPECIAL)]
     return Tokenizer.from_str(json.dumps(plain))
@@ -97,9 +84,7 @@ def unigram() -> Tokenizer:
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     made.decoder = decoders.Metaspace()
-    made.train_from_iterator(
-        texts(), trainers.UnigramTrainer(vocab_size=600, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    )
+    made.train_from_iterator(texts(), trainers.UnigramTrainer(vocab_size=600, unk_token="<unk>", **USUAL))
     return made
 
 
@@ -109,9 +94,7 @@ def word_piece() -> Tokenizer:
     made.normalizer = normalizers.BertNormalizer(lowercase=False)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
-    made.train_from_iterator(
-        texts(), trainers.WordPieceTrainer(vocab_size=900, special_tokens=SPECIAL, show_progress=False)
-    )
+    made.train_from_iterator(texts(), trainers.WordPieceTrainer(vocab_size=900, **USUAL))
     return made
 
 

@@ -95,9 +95,8 @@ def test_every_source_is_read_in_a_new_order_in_each_of_its_epochs(tmp_path: Pat
 
 
 def test_epochs_say_how_often_each_source_is_read(tmp_path: Path) -> None:
-    stream = stream_of(
-        a_recipe(tmp_path, {"path": "verse.jsonl", "epochs": 0.5}, {"path": "words.jsonl", "epochs": 3})
-    )[0]
+    recipe = a_recipe(tmp_path, {"path": "verse.jsonl", "epochs": 0.5}, {"path": "words.jsonl", "epochs": 3})
+    stream = stream_of(recipe)[0]
     sizes = [len(part) for part in stream.corpus.parts]
     assert len(stream) == round(0.5 * sizes[0] + 3 * sizes[1])
     assert stream.reads(len(stream)) == pytest.approx([0.5, 3], abs=1 / min(sizes))
@@ -108,9 +107,8 @@ def test_epochs_say_how_often_each_source_is_read(tmp_path: Path) -> None:
 def test_other_weights_and_names_need_no_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stream_of(a_recipe(tmp_path, {"path": "verse.jsonl", "weight": 1}, MATHS | {"weight": 1}))[0]
     monkeypatch.setattr(preparing.PartEncoder, "encode", pytest.fail)
-    after = stream_of(
-        a_recipe(tmp_path, {"path": "verse.jsonl", "name": "a", "weight": 9}, MATHS | {"weight": 1, "name": "b"})
-    )[0]
+    others = {"path": "verse.jsonl", "name": "a", "weight": 9}, MATHS | {"weight": 1, "name": "b"}
+    after = stream_of(a_recipe(tmp_path, *others))[0]
     assert before.corpus.digest == after.corpus.digest and before.at(range(9)) != after.at(range(9))
 
 

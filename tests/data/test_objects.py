@@ -270,10 +270,8 @@ def test_an_object_that_changes_during_the_download(
             thread.start()
             thread.join()
 
-    with (
-        server.failing(change),
-        pytest.raises(DataError, match=r"^data: s3://.*a\.jsonl changed while it was downloaded: run again"),
-    ):
+    changes = r"^data: s3://.*a\.jsonl changed while it was downloaded: run again"
+    with server.failing(change), pytest.raises(DataError, match=changes):
         fetch([found])
     assert cached(tmp_path) == []
 
@@ -387,12 +385,14 @@ def test_a_dry_run_reads_all_of_little_data_and_the_first_file_of_much(
         ("s3://bucket", r"write s3://BUCKET/FOLDER, or, for data, s3://bucket/\*"),
         ("s3://bucket/a::b", r"fsspec reads '::' as a chain of two places: rename it \(in data, \?\? matches it\)"),
         ("s3://bucket/$x/a.jsonl", r"variables such as \$HOME are not expanded; .*in data\.path \? matches a \$"),
+        ("s3:/bucket/x", "is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"),
+        ("s3://bucket/../x", "is not a place in a store: write s3://BUCKET/FOLDER"),
         ("S3://bucket/x", "is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"),
         ("gs://bucket/x.jsonl", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_a_problem_of_the_recipe(url: str, words: str, tmp_path: Path) -> None:
-    for key, value in (("data.path", url), ("data.eval", {"path": url})):
+    for key, value in (("data.path", url), ("data.eval", {"path": url}), ("checkpoint.path", url)):
         with pytest.raises(RecipeError, match=words) as refused:
             load(write_recipe(tmp_path, **{key.replace(".", "__"): value}))
         assert [problem.field for problem in refused.value.problems] == [key]

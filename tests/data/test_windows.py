@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from reference import stream_of
-from support import SHAKESPEARE, planned, write_recipe
+from support import SHAKESPEARE, planned, quiet, write_recipe
 
-from fsdptrain.data import prepare as preparing
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.corpus import Stream
 from fsdptrain.data.prepare import open_stream
@@ -24,15 +23,7 @@ from fsdptrain.plan.plan import Plan
 
 FILES = 7
 
-
-def quiet(stage: str, done: int, total: int) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a cache of its own, of which it can say what is there."""
-    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +135,7 @@ def resumed(tmp: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, step: int = 20
 
 
 def test_a_resume_prepares_no_window_before_its_own(
-    tmp_path: Path, bpe: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bpe: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[str]
 ) -> None:
     plan, before = resumed(tmp_path, bpe, monkeypatch)
     own = before.place_in_window(160)[1]
@@ -153,14 +144,7 @@ def test_a_resume_prepares_no_window_before_its_own(
     for kind in ("data", "packed", "tokens"):
         for folder in (own_cache / kind).iterdir():
             shutil.rmtree(folder, ignore_errors=True)
-    encoded = list[str]()
-    encode = preparing.PartEncoder._write
-
-    def note(self: Any, folder: Path, part: preparing.DataPart) -> None:
-        encoded.extend(map(str, part.stamps))
-        encode(self, folder, part)
-
-    monkeypatch.setattr(preparing.PartEncoder, "_write", note)
+    encoded.clear()
     stream = opened(plan)
     assert torch.equal(rows_of(stream, range(160, 166)), expected) and stream.corpus.digest == digest
     assert len(stream) == len(before) and stream.corpus.fingerprint == before.corpus.fingerprint

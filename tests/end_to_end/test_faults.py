@@ -451,13 +451,6 @@ def two_nodes(tmp_path: Path) -> Iterator[list[Host]]:
         yield nodes
 
 
-def recipe_of_two(tmp: Path, **changes: Any) -> Path:
-    return small_recipe(
-        tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="host-0:29400", launch__timeout_s=10,
-        **changes,
-    )  # fmt: skip
-
-
 @soak
 @pytest.mark.parametrize(("do", "within"), [("send", MAX_MISSED + 10.0), ("fail", 10.0)])
 def test_a_node_that_is_lost_before_it_connects_ends_the_others(
@@ -468,7 +461,8 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
         {"where": way, "rank": 1, "do": do, "mark": str(tmp_path / "lost")},
         sleep(way, seconds=5, mark=str(tmp_path / "slow")),
     ]
-    recipe = recipe_of_two(tmp_path)
+    two = {"nnodes": 2, "nproc_per_node": 1, "rdzv_endpoint": "host-0:29400", "timeout_s": 10}
+    recipe = small_recipe(tmp_path, launch=two)
     commands = [Running(recipe, *faults, prefix=host.prefix) for host in two_nodes]
     other, lost = (command.wait() for command in commands)
     assert lost.problems(5, "rank 1 (was killed|failed)") == []
@@ -518,11 +512,7 @@ def test_a_stop_at_any_moment_loses_nothing(
 @soak
 def test_a_second_signal_ends_at_once(reference: Path, tmp_path: Path) -> None:
     where = {"where": UPDATE, "call": 6}
-    faults = [
-        sleep(UPDATE, 6, rank=0),
-        stop(where, tmp_path / "first"),
-        stop(where, tmp_path / "stopped", delay=1.0),
-    ]
+    faults = [sleep(UPDATE, 6, rank=0), stop(where, tmp_path / "first"), stop(where, tmp_path / "stopped", delay=1.0)]
     ended = run_with(small_recipe(tmp_path), *faults)
     assert ended.code in (5, 75)
     assert ended.problems(ended.code, within=5.0) == []

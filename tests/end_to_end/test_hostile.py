@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TINY, Payload, fsdptrain, write_recipe
+from support import TINY, Payload, fsdptrain, quiet, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.checkpoint.export_check import open_model
@@ -36,9 +36,6 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
-
-
-def quiet(stage: str, done: int, total: int) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -362,10 +362,7 @@ def test_the_ways_out_of_a_plan_that_does_not_fit_are_not_set_in_it(tmp_path: Pa
     assert ways(full, offload) == "more ranks"
     assert ways(full, "fsdp.strategy=NO_SHARD") == f"fsdp.strategy=FULL_SHARD, {offload}, more ranks"
     message = str(does_not_fit_error("does not fit", pretrained_plan(tmp_path), searched=False))
-    assert (
-        "but change which weights are trained, or the precision: optim.name=adamw_8bit, model.dtype=bfloat16, "
-        in message
-    )
+    assert "weights are trained, or the precision: optim.name=adamw_8bit, model.dtype=bfloat16, " in message
     assert message.endswith("adapter.kind=lora export.adapter=merged, adapter.kind=qlora export.adapter=merged")
 
 

@@ -7,15 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdptrain.forecast.allocator import (
-    GRANULARITY,
-    LARGE_PAGE,
-    SMALL_PAGE,
-    Block,
-    Pool,
-    reserved_bytes,
-    round_up,
-)
+from fsdptrain.forecast.allocator import GRANULARITY, LARGE_PAGE, SMALL_PAGE, Block, Pool, reserved_bytes, round_up
 from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

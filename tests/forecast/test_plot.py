@@ -13,13 +13,7 @@ import pytest
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import plot
-from fsdptrain.forecast.plot import (
-    COLOURS,
-    MAX_POINTS,
-    check_plot_path,
-    draw_timeline,
-    timeline,
-)
+from fsdptrain.forecast.plot import COLOURS, MAX_POINTS, check_plot_path, draw_timeline, timeline
 from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace, peak
 from fsdptrain.text import GIB
 

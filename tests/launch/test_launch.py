@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TINY, environment, on_ranks, plan_here, wait_until, write_recipe
+from support import TINY, on_ranks, plan_here, python, wait_until, write_recipe
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -296,9 +294,7 @@ print(len(names) - names.count("jemalloc_bg_thd"))  # of Arrow's allocator, whic
 
 def test_what_the_agent_imports_before_it_forks_asks_for_no_gpu_and_starts_no_thread() -> None:
     """CUDA cannot be used in a process that is forked after CUDA was, and other threads' locks stay locked in it."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEFORE_THE_FORK], env=environment(), capture_output=True, text=True, check=False
-    )
+    done = python("-c", BEFORE_THE_FORK, executed=True)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 

@@ -73,12 +73,8 @@ def test_from_scratch_the_tokenizers_special_tokens_are_used(kind: str, tmp_path
 def test_a_model_with_its_own_tokenizer_keeps_its_other_end_tokens(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tokenizer = tokenizer_in(folder, CHATML)
-    model_in(
-        folder,
-        eos_token_id=[0, 301],
-        bos_token_id=5,
-        generation={"eos_token_id": [300, 0, 301], "top_p": 0.9, "do_sample": True},
-    )
+    own = {"eos_token_id": [300, 0, 301], "top_p": 0.9, "do_sample": True}
+    model_in(folder, eos_token_id=[0, 301], bos_token_id=5, generation=own)
     config, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
     assert (config.bos_token_id, config.eos_token_id) == (5, [0, 301])  # the tokenizer has no bos: the model's is kept
     assert sorted(generation.eos_token_id) == [0, 300, 301] and generation.top_p == 0.9

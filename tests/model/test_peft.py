@@ -326,9 +326,8 @@ def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: d
     [(name, value)] = changes.items()
     [problem] = problems
     assert problem.field == "adapter.from"
-    assert (
-        f"{tmp_path} has {name}: {value_text(value)} in adapter_config.json, which is not supported" in problem.message
-    )
+    found = f"{name}: {value_text(value)} in adapter_config.json"
+    assert f"{tmp_path} has {found}, which is not supported" in problem.message
     assert recipe.adapter.from_ is None, "a dry run would read the folder again"
 
 
@@ -374,9 +373,8 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     model = {"id": "org/name", "tokenizer": {"train": 512}}
     plan = planned(write_recipe(tmp_path, model=model, adapter=section, export={}), ranks=2)
     assert Plan.from_json(plan.to_json()).digest() == plan.digest(), "the workers would refuse the plan"
-    assert "\nnote   the adapter of adapter.from was trained on 'org/other', and" in heading(
-        plan, plan.rundir, EarlierAttempts()
-    )
+    head = heading(plan, plan.rundir, EarlierAttempts())
+    assert "\nnote   the adapter of adapter.from was trained on 'org/other', and" in head
     dora = adapter_folder(tmp_path, use_dora=True)
     found, problems = with_adapter_of_folder(dora)
     assert not problems and found.adapter.use_dora
@@ -423,9 +421,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     adapter_folder(tmp_path)
     section = {"kind": "lora", "from": str(tmp_path)}
     plan = planned(adapter_recipe(tmp_path, adapter=section))
-    with pytest.raises(
-        RecipeError, match=r"adapter.from: cannot read .*adapter_model.safetensors.*; copy the file again"
-    ):
+    with pytest.raises(RecipeError, match=r"adapter.from: cannot read .*_model.safetensors.*; copy the file again"):
         prepare_model(plan, 512)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({name: torch.zeros(4, 128)}, weights)

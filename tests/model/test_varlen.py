@@ -263,10 +263,7 @@ def test_a_model_with_chunks_would_be_noticed() -> None:
 
 
 def test_it_is_not_chosen_without_a_gpu_in_float32_or_with_another_kernel(tmp_path: Path) -> None:
-    for plan in (
-        plan_of(tmp_path),
-        gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": "float32"}),
-    ):
+    for plan in (plan_of(tmp_path), gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": "float32"})):
         found, bare = choose_attention(plan, config_of(plan))
         assert found.recipe.model.attn_implementation == bare.config._attn_implementation == "sdpa"
     plan = gpu_plan(tmp_path, model__attn_implementation="eager")

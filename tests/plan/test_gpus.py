@@ -11,16 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, environment
+from support import ROOT, python
 
-from fsdptrain.plan.gpus import (
-    build_words,
-    driver_version,
-    installed_gpus,
-    unused_cards_note,
-    visible_gpus,
-    why_unseen,
-)
+from fsdptrain.plan.gpus import build_words, driver_version, installed_gpus, unused_cards_note, visible_gpus, why_unseen
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
@@ -258,8 +251,7 @@ def test_all_threads_are_bound_to_what_they_may_use_of_it(tmp_path: Path) -> Non
 
     def bound(processors: str, node: str = "0") -> str:
         root = system(tmp_path / f"{node}-{processors}", node, processors)
-        words = [sys.executable, "-c", BOUND, CARD, str(root)]
-        return subprocess.run(words, capture_output=True, text=True, env=environment(), check=True).stdout.strip()
+        return python("-c", BOUND, CARD, root, executed=True).stdout.strip()
 
     assert bound(f"{own[-1]},9999", "1") == f"{{({own[-1]},)}}"
     assert bound(f"{own[0]}-{own[-1]}") == f"{{{tuple(own)}}}"

@@ -287,15 +287,9 @@ def test_the_same_recipe_becomes_the_run_that_its_launcher_started(tmp_path: Pat
         assert topology(tmp_path, env | chosen).endpoint == "ib-n1:6000"
     by_task = topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=2"][1])
     assert by_task == Topology("cpu", 2, 2, joined=True, source="Slurm job 2", endpoint=f"n1:{port_of_job(2)}")
-    torchrun = {
-        "RANK": "3",
-        "WORLD_SIZE": "16",
-        "LOCAL_WORLD_SIZE": "8",
-        "MASTER_ADDR": "x",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
+    torchrun = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "x"}
     worker = Topology("cuda", 2, 8, joined=True, source="torchrun", endpoint="x:29500")
-    assert topology(tmp_path, torchrun, "train.global_batch_size=16") == worker
+    assert topology(tmp_path, torchrun | {"CUDA_VISIBLE_DEVICES": "0"}, "train.global_batch_size=16") == worker
     four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert topology(tmp_path, four) == Topology("cuda", 1, 4)
     assert topology(tmp_path, four, "launch.nproc_per_node=2") == Topology("cuda", 1, 2)

@@ -14,13 +14,7 @@ from injection import holder
 from support import environment
 
 from fsdptrain.plan import network
-from fsdptrain.plan.network import (
-    ephemeral_ports,
-    is_this_machine,
-    local_end,
-    set_gloo_interface,
-    unused_port,
-)
+from fsdptrain.plan.network import ephemeral_ports, is_this_machine, local_end, set_gloo_interface, unused_port
 
 FIND = """
 import sys, json
@@ -38,9 +32,8 @@ def test_this_machine_reaches_itself_by_loopback_and_no_unknown_host() -> None:
 def test_an_address_is_that_of_this_machine_whatever_its_own_name_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "nobody.invalid")  # torch's own check raises
     own = local_end("192.0.2.1")
-    assert (
-        is_this_machine("127.0.0.1") and is_this_machine("localhost") and (own is None or is_this_machine(own.address))
-    )
+    assert is_this_machine("127.0.0.1") and is_this_machine("localhost")
+    assert own is None or is_this_machine(own.address)
     assert not is_this_machine("192.0.2.1") and not is_this_machine("nobody.invalid")
 
 

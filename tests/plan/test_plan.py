@@ -19,43 +19,21 @@ from fsdptrain.plan.topology import Topology, find_topology
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
-def gpus(count: int) -> str:
-    return ",".join(map(str, range(count)))
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_planned(path: Path) -> None:
     on_cpu = "--hardware" not in path.read_text()
-    count = 4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8
+    gpus = ",".join(map(str, range(4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8)))
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
     overrides += ["model.id=org/name"] if "id: runs/" in path.read_text() else []  # of a run that was not made here
     overrides += ["launch.rdzv_endpoint=node0:29500"] if "hybrid" in path.stem else []
-    plan = plan_here(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus(count)}))
+    plan = plan_here(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}))
     recipe = plan.recipe
     assert plan.replicas * plan.shard_size == plan.topology.world_size
-    assert (
-        plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size
-        == recipe.train.global_batch_size * recipe.parallel.context
-    )
+    batch = plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size
+    assert batch == recipe.train.global_batch_size * recipe.parallel.context
     assert plan.topology.device == ("cpu" if on_cpu else "cuda")
     assert plan.compiles == (not on_cpu)  # train.compile: auto
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_strategies_become_meshes(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, launch={"nproc_per_node": 8}, train__global_batch_size=64)
-    shapes = {
-        ("FULL_SHARD",): (1, 8, True),
-        ("SHARD_GRAD_OP",): (1, 8, False),
-        ("NO_SHARD",): (8, 1, False),
-        ("HYBRID_SHARD", "fsdp.shard_size=4"): (2, 4, True),
-        ("HYBRID_SHARD_ZERO2", "fsdp.shard_size=2"): (4, 2, False),
-        ("HYBRID_SHARD",): (1, 8, True),  # a node's ranks share one copy
-    }
-    for (strategy, *more), expected in shapes.items():
-        plan = plan_here(recipe, f"fsdp.strategy={strategy}", *more)
-        assert (plan.replicas, plan.shard_size, plan.recipe.fsdp.strategy.reshards) == expected
-        assert plan.accumulation == 8
 
 
 def test_one_gpu_with_room_keeps_its_weights_gathered(tmp_path: Path) -> None:
@@ -89,9 +67,7 @@ def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) ->
     recipe = write_recipe(tmp_path)
     with pytest.raises(DataError, match=r"'nope\.jsonl' was not found"):
         plan_here(recipe, "data.path=nope.jsonl")
-    with pytest.raises(
-        RecipeError, match=r"model\.id: 'runs/nope/export' does not exist, and is no Hub id .* run that recipe first"
-    ):
+    with pytest.raises(RecipeError, match=r"model\.id: 'runs/nope/export' does not exist, .* run that recipe first"):
         plan_here(recipe, "model.id=runs/nope/export")
     assert plan_here(recipe, "data.path=openai/gsm8k:main:test").data_path == "openai/gsm8k:main:test"
 
@@ -202,9 +178,8 @@ def test_a_revision_belongs_to_a_hub_data_set(tmp_path: Path) -> None:
     plan = plan_here(recipe, "data.path=org/name:de", "data.revision=v2", "data.eval={path: org/name:de:test}")
     assert (plan.data_path, plan.eval_path) == ("org/name:de@v2", "org/name:de:test@v2")
     assert plan_here(recipe, "data.path=org/name", "data.eval={path: org/other}").eval_path == "org/other"
-    assert (
-        plan.identity() == plan_here(recipe, "data.path=org/name:de", "data.eval={path: org/name:de:test}").identity()
-    )
+    newest = plan_here(recipe, "data.path=org/name:de", "data.eval={path: org/name:de:test}")
+    assert plan.identity() == newest.identity()
     with pytest.raises(RecipeError, match=r"data.revision: has no effect: data.path is not a Hub data set"):
         plan_here(recipe, "data.revision=v2")
 
@@ -239,18 +214,15 @@ def test_with_a_range_of_nodes_every_number_of_them_makes_the_same_global_batch(
             "micro-batches of 1; use a multiple of 12, which divides over every number of nodes, or another range",
         ),
         (
-            ["train.global_batch_size=12", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4"],
+            ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4"],
             "launch.nnodes: 1:3: on 3 nodes, fsdp.shard_size: 4 does not divide 6 ranks",
         ),
-        (
-            ["train.global_batch_size=12", "launch.max_restarts=0"],
-            "launch.nnodes: has no effect without launch.max_restarts",
-        ),
+        (["launch.max_restarts=0"], "launch.nnodes: has no effect without launch.max_restarts"),
     ],
 )
 def test_a_range_with_a_number_of_nodes_that_cannot_run_is_refused(
     overrides: list[str], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError) as refused:
-        plan_here(write_recipe(tmp_path), *HOSTS, *overrides)
+        plan_here(write_recipe(tmp_path, train__global_batch_size=12), *HOSTS, *overrides)
     assert says in str(refused.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import shlex
 import shutil
@@ -52,30 +51,26 @@ def exported(plan: Plan, adapter: bool = False) -> None:
         model.save_pretrained(plan.rundir.export)
 
 
-def generated(text: str) -> str:
-    """Return what the program below `try it in Python:` prints."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        exec(text.partition("try it in Python:\n")[2], {})
-    return shown.getvalue()
+PAIRS = {"data__format": "prompt_completion", "data__separator": "\nAnswer: ", "adapter": {"kind": "lora"}}
 
 
 @pytest.mark.parametrize(
-    ("adapter", "data_format", "prompt"),
+    ("changes", "prompt"),
     [
-        (False, "text", "Once upon a time"),
-        (False, "chat", "What is 7 times 6?"),
-        (True, "prompt_completion", "What is 7 times 6?\nAnswer: "),
+        ({"data__format": "text"}, "Once upon a time"),
+        ({"data__format": "chat"}, "What is 7 times 6?"),
+        (PAIRS, "What is 7 times 6?\nAnswer: "),
     ],
 )
-def test_the_program_generates_from_the_export(adapter: bool, data_format: str, prompt: str, tmp_path: Path) -> None:
-    separator = {"data__separator": "\nAnswer: "} if data_format == "prompt_completion" else {}
-    plan = planned(
-        tmp_path, data__format=data_format, **separator, **({"adapter": {"kind": "lora"}} if adapter else {})
-    )
-    exported(plan, adapter)
+def test_the_program_generates_from_the_export(
+    changes: dict[str, Any], prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(tmp_path, **changes)
+    exported(plan, "adapter" in changes)
     text = next_steps(plan, ["run", "recipe.yaml"])
-    assert generated(text).startswith(prompt)
+    capsys.readouterr()
+    exec(text.partition("try it in Python:\n")[2], {})
+    assert capsys.readouterr().out.startswith(prompt)
     assert len(text.splitlines()) <= 13
 
 

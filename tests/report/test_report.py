@@ -144,10 +144,8 @@ def test_a_page_is_well_formed_and_asks_for_nothing(mixed: RunDir) -> None:
 
 
 def test_names_values_and_messages_are_text_and_secrets_are_hidden(tmp_path: Path) -> None:
-    run, secret = (
-        Written(tmp_path, name="run", data__format="prompt_completion", data__separator="<i>&</i>"),
-        "hf_" + "a" * 30,
-    )
+    run = Written(tmp_path, name="run", data__format="prompt_completion", data__separator="<i>&</i>")
+    secret = "hf_" + "a" * 30
     run.rundir.plan.write_text(run.rundir.plan.read_text().replace('"name": "run"', '"name": "<script>1</script>"'))
     run.start(9, notes=["<img src=x>"])
     run.steps(1, 3, 9)

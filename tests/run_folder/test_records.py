@@ -101,20 +101,16 @@ def test_the_state_of_a_run_is_what_its_attempts_have_left(
     for part in (replay.records[:cut], replay.records[cut:]):  # as a reader that looks now and then
         for one in part:
             state.add(one)
-    at_once = RunState.of(replay.records)
-    assert {**vars(state), "newest": [*state.newest.values()]} == {
-        **vars(at_once),
-        "newest": [*at_once.newest.values()],
-    }
+    read = [{**vars(each), "newest": [*each.newest.values()]} for each in (state, RunState.of(replay.records))]
+    assert read[0] == read[1]
     # Every event once, as it was made last.
     kept = without_undone(replay.records)
     for kind in ("step", "eval", "save"):
         found = [(one["event"], one["step"], one["tokens"]) for one in kept if one["event"] == kind]
         assert found == [event for event in replay.made if event[0] == kind]
         assert kind == "step" or state.newest.get(kind, {}).get("step") == max(replay.steps(kind), default=None)
-    assert [one for one in kept if one["event"] == "start"] == [
-        one for one in replay.records if one["event"] == "start"
-    ]
+    starts = [[one for one in each if one["event"] == "start"] for each in (kept, replay.records)]
+    assert starts[0] == starts[1]
     # What resume, launcher and status ask for.
     assert (state.steps_made, state.attempts) == (replay.step, replay.attempts)
     assert state.saved_step == max([*replay.steps("save"), replay.resumed])

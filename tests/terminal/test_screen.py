@@ -231,16 +231,6 @@ def test_a_slow_rank_is_shown_unless_it_is_on_the_cpu_of_one_host() -> None:
         assert ("is slow" in shown(STARTED | changes, straggler)[1]) == is_shown
 
 
-def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with Screen() as screen:
-        screen.show(STARTED)
-        screen.show(step(40))
-    assert "\x1b" not in capsys.readouterr().out
-
-
 def test_the_screen_handles_only_events_of_the_table() -> None:
     handled = {name.removeprefix("_on_") for name in vars(Screen) if name.startswith("_on_")}
     assert handled and handled <= EVENTS.keys()

@@ -60,10 +60,8 @@ def test_a_run_that_is_stopped_twice_and_resumed(tmp_path: Path) -> None:
     shown = " ".join(fresh.text().split())
     lost = re.search(r"Ctrl-C: stopping after this step, with a checkpoint \(Ctrl-C again: stop now(.*?)\)", shown)
     assert lost and (not lost[1] or re.fullmatch(r" and lose the work since step \d*[05]", lost[1])), shown
-    assert (
-        f"fsdptrain: stopped by Ctrl-C after step {stopped}, with a checkpoint; run the same command to continue"
-        in shown
-    )
+    done = f"stopped by Ctrl-C after step {stopped}, with a checkpoint"
+    assert f"fsdptrain: {done}; run the same command to continue" in shown
 
     with Terminal("run", recipe, columns=120, NO_COLOR="1") as resumed:  # with a resized window, stopped by two Ctrl-C
         resumed.wait_for(f"run: resumes after step {stopped}, in {run}")
@@ -184,6 +182,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
                 shown = " ".join(terminal.text().split())
                 assert "'nobody/nothing' is not in the cache, and the Hub cannot be reached" in shown
             assert connections_to(silent) == asked
+        with Terminal("validate", recipe, HF_ENDPOINT=there, HF_HUB_OFFLINE="0") as terminal:
+            terminal.wait_for("asking the Hub for nobody/nothing")
+            assert terminal.wait() == 2 and "the Hub cannot be reached" in " ".join(terminal.text().split())
 
 
 def connections_to(server: socket.socket) -> int:

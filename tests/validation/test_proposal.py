@@ -179,6 +179,5 @@ def test_a_tenth_of_few_rows_is_held_out_and_a_hundredth_of_many() -> None:
 def test_data_of_which_a_part_was_read_counts_as_a_whole() -> None:
     part, whole = sizes(np.full(1000, 100)), sizes(np.full(1000, 100), times=50)
     assert whole["train.global_batch_size"] > part["train.global_batch_size"]
-    assert (part["train.epochs"], whole["train.epochs"]) == (3, 1) and math.isclose(
-        whole["data.eval"]["fraction"], 0.01
-    )
+    assert (part["train.epochs"], whole["train.epochs"]) == (3, 1)
+    assert math.isclose(whole["data.eval"]["fraction"], 0.01)
