@@ -144,7 +144,7 @@ def shards_of_rank(rank: int, world: int = 2) -> dict[str, Shard]:
     rows = {name: torch.randn(8, *shape, generator=draw).to(dtype) for name, shape, dtype in TENSORS}
     size = 8 // world
     return {
-        name: Shard(tensor[rank * size : (rank + 1) * size], rank * size, tuple(tensor.shape))
+        name: Shard.of_rows(tensor[rank * size : (rank + 1) * size], rank * size, tuple(tensor.shape))
         for name, tensor in rows.items()
     }
 

@@ -34,6 +34,7 @@ from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model import nf4
 from fsdptrain.model.units import base_name, weights_of
+from fsdptrain.parallel.shard import sum_parts, whole_tensor
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
@@ -185,9 +186,9 @@ def observed_curve(run: Trainer, steps: int, path: Path) -> list[list[float]]:
     `gradients`, those of the batches of step 0 with the values at the end, without clipping.
     """
     trained = {name: param for name, param in run.engine.model.named_parameters() if param.requires_grad}
-    start = {name: param.detach().full_tensor().clone() for name, param in trained.items()}
+    start = {name: whole(run, name, param.detach()).clone() for name, param in trained.items()}
     reached = curve(run, steps)
-    end = {name: param.detach().full_tensor() for name, param in trained.items()}
+    end = {name: whole(run, name, param.detach()) for name, param in trained.items()}
     gradients = gradients_of(run, 0)
     if run.world.rank == 0:
         torch.save({"start": start, "end": end, "gradients": gradients}, path)
@@ -198,10 +199,25 @@ def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
     """Return the whole gradient of every trained parameter for the batches of a step, which is not made."""
     batches = batches_of(run.plan, run.stream, step, run.world.rank)
     run.engine.accumulate(step, batches, run.stream.label_tokens(run.plan.step_positions(step)))
+    sum_parts(run.engine.model, run.world)
     params = run.engine.model.named_parameters()
-    found = {name: param.grad.full_tensor() for name, param in params if param.requires_grad}
+    found = {name: whole(run, name, param.grad) for name, param in params if param.requires_grad}
     run.engine.drop_gradients()
     return found
+
+
+def whole(run: Trainer, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of what has the shape of a parameter; collective."""
+    return whole_tensor(tensor, run.engine.model.parts.get(name), run.world)
+
+
+def written_gradients(recipe: str, variants: dict[str, list[str]], made: str) -> None:
+    """Write the whole gradients of the first step of each variant to a file of its name."""
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        found = gradients_of(run, 0)
+        if run.world.rank == 0:
+            torch.save(found, Path(made) / f"{name}.pt")
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def config_of(plan: Plan) -> Any:
 
 def on_fake(plan: Plan) -> Trace:
     """Return the trace of a step on a fake CPU device, in this process."""
-    if plan.context > 1:
+    if plan.ranks_of_row > 1:
         plan, _ = choose_attention(plan, config_of(plan))
     return simulate.simulate(plan, config_of(plan), pretend=False)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.export_check import POLL_S, Sample, comparison
@@ -46,6 +45,8 @@ from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageE
 from fsdptrain.model.config import announced_mtp, read_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import saved_state, trained_state
+from fsdptrain.parallel.shard import whole_tensor
+from fsdptrain.parallel.world import World
 from fsdptrain.plan.plan import HubData, Plan, open_plan, varied
 from fsdptrain.run_folder.events import Progress, Reporter, progress_record, read_losses
 from fsdptrain.run_folder.files import openable, shipped
@@ -66,17 +67,16 @@ from fsdptrain.text import printable
 
 
 def gathered_tensors(
-    model: nn.Module, groups: list[list[str]], writes: bool, between_groups: Callable[[], None]
+    model: Any, groups: list[list[str]], world: World, between_groups: Callable[[], None]
 ) -> Iterator[Tensors]:
-    """Yield the state of a live sharded model on the CPU, group by group; collective. Empty when `writes` is False."""
+    """Yield the state of a live sharded model on the CPU, group by group; collective. Empty but on rank 0."""
     tensors = saved_state(model)
     for group in groups:
         between_groups()
         tensors_on_cpu = {}
         for name in group:
-            tensor = tensors[name].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writes:
+            whole = whole_tensor(tensors[name].detach(), model.parts.get(name), world)
+            if world.rank == 0:
                 tensors_on_cpu[name] = whole.cpu()
         yield tensors_on_cpu
 
@@ -107,7 +107,7 @@ def export_live(
         between_groups()
         time.sleep(POLL_S)
 
-    tensors = gathered_tensors(model, what.trained_groups, writes, between_groups)
+    tensors = gathered_tensors(model, what.trained_groups, world, between_groups)
     failure: Exception | None = None
     if writes:
         ways = what.ways() if sample else {}

@@ -33,7 +33,7 @@ from fsdptrain.run_folder.storage import MANIFEST_NAME, Location, checkpoint_nam
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_BYTES = 2**24  # of a manifest; one of a hundred thousand files is smaller
 CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")

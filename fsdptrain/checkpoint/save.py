@@ -5,9 +5,9 @@
 
 `storage` knows what delivering (an upload), publishing and removing are in a folder and in an object store.
 
-Shards are slices along dimension 0, as FSDP2 makes them, written with their first row. So any world size can read them:
-a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
-so a checkpoint needs no state of samplers or generators.
+Shards are rows, as FSDP2 divides them, of what a rank has of a tensor. They are written with their boxes: where their
+numbers are in the whole tensor. So any layout can read them: a rank copies what overlaps its own. The position in the
+data and the dropout seeds are functions of the step, so a checkpoint needs no state of samplers or generators.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from fsdptrain.checkpoint.manifest import (
 )
 from fsdptrain.checkpoint.nodes import check_space, report_full_disk
 from fsdptrain.checkpoint.resume import resume_problems
-from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint, shards_of, share_of_copy
+from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint, shards_of, share_of_rank
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.parallel.recompute import pin_memory
 from fsdptrain.parallel.world import World
@@ -90,9 +91,8 @@ class Checkpointer:
         # At most one save at a time: host memory holds one copy.
         self.wait()
         started = time.monotonic()
-        copy, place = self.world.place
-        shards = shards_of(model, optimizer, self.plan.recipe.optim)
-        own = share_of_copy(shards, copy, self.world.replicas, writes_whole=place == 0)
+        shards = shards_of(model, optimizer, self.plan.recipe.optim, self.world)
+        own = share_of_rank(shards, self.world.rank)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
         self._saved.add(step)
@@ -136,7 +136,7 @@ class Checkpointer:
         copies = {name: self._staging.copy(name, local) for name, local in moved.items()} if self._staging else {}
         if (device := self.world.device).type != "cpu":  # once for all copies, which were queued without waiting
             torch.get_device_module(device).synchronize(device)
-        return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
+        return {name: replace(shard, local=copies.get(name, shard.local)) for name, shard in shards.items()}
 
     def _commit(
         self, step: int, engine: Any, losses: dict[int, float], staged: dict[str, Shard], started: float, blocked: float
@@ -351,7 +351,7 @@ def write_shards(
     shards = {name: shard for name, shard in shards.items() if shard.local.numel()}
     if not shards:
         return None
-    places = {name: [shard.first, *shard.shape] for name, shard in shards.items()}
+    places = {name: [shard.shape, shard.boxes] for name, shard in shards.items()}
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_tensors(tensors, path, {"places": json.dumps(places)})
     pieces = pieces_of_file(path, tensors)

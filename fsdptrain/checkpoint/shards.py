@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import json
 import math
 import reprlib
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,59 +30,90 @@ from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
 from fsdptrain.errors import CheckpointError, listed
+from fsdptrain.model.parts import Part
 from fsdptrain.model.units import trained_state, weights_of
-from fsdptrain.parallel.world import first_row
+from fsdptrain.parallel.world import World, first_row
 from fsdptrain.run_folder.files import NOTHING_THERE, openable, system_errors
 from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 
 Tensors = dict[str, torch.Tensor]  # by name
 
 
+Span = tuple[int, int, int]  # along a dimension: the first number here, the first in the whole tensor, and how many
+Box = tuple[Span, ...]  # a span for each dimension
+
+
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows of one tensor: `local` holds rows first … first + len(local) of `shape`; a scalar is one row."""
+    """What this rank has of one tensor: `local` consists of `boxes` of the whole, which has `shape`.
+
+    A scalar is a vector of one number. `holders` are the ranks that have the same.
+    """
 
     local: torch.Tensor
-    first: int
+    boxes: tuple[Box, ...]
     shape: tuple[int, ...]
+    holders: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_rows(cls, local: torch.Tensor, first: int, shape: tuple[int, ...], part: Part | None = None) -> Shard:
+        """Return the shard of rows first … first + len(local), of the whole or of a `part` of it."""
+        box: list[Span] = [(0, first, len(local)), *((0, 0, size) for size in local.shape[1:])]
+        if part is None or part.count == 1:
+            return cls(local, (tuple(box),), shape)
+        axis, at, boxes = len(shape) + part.dim, 0, []
+        for start, stop in part.spans:
+            own = range(first, first + len(local)) if axis == 0 else range(sum(b - a for a, b in part.spans))
+            begin, end = max(at, own.start), min(at + stop - start, own.stop)
+            box[axis] = (begin - own.start, start + begin - at, max(0, end - begin))
+            boxes.append(tuple(box))
+            at += stop - start
+        return cls(local, tuple(boxes), shape)
+
+    @property
+    def rows(self) -> range:
+        """The rows of the whole among which all of these numbers are."""
+        firsts, counts = zip(*((first, count) for (_, first, count), *_ in self.boxes), strict=True)
+        return range(min(firsts), max(first + count for first, count in zip(firsts, counts, strict=True)))
 
 
-def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim) -> dict[str, Shard]:
+def shards_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim, world: World | None = None
+) -> dict[str, Shard]:
     """Return all that a checkpoint holds: trained parameters and persistent buffers as `model.NAME`, and their state.
 
-    The state is called `optim.NAME.KEY`; `optim` says which of its tensors are saved, and which have the rows of the
-    weights. Frozen parameters are in the files of the pretrained model.
+    The state is called `optim.NAME.KEY`; `optim` says which of its tensors are saved, and which have the numbers of the
+    weights. Frozen parameters are in the files of the pretrained model. With a `world` the shards have their holders.
     """
-    state = trained_state(model)
-    shards = {f"model.{name}": shard_of(tensor) for name, tensor in state.items()}
+    state, divided = trained_state(model), getattr(model, "parts", {})
+    shards = {f"model.{name}": shard_of(tensor, divided.get(name), world) for name, tensor in state.items()}
     parts, weights = named_parts(optimizer), weights_of(model)
     for name, param in model.named_parameters():
         sharded = isinstance(param, DTensor) or name not in state
         assert sharded, f"{name} is not sharded: a forward without a backward left it gathered"
-        rows = shard_of(param)
+        own = shard_of(param, divided.get(name), world)
         for tensor in state_of(optim, weights[name], parts[name]) if name in parts else ():
             value = optimizer.state[parts[name]][tensor.key]
             if tensor.whole:
-                shard = Shard(value, 0, tensor.shape)
-            else:  # some libraries keep a tensor flat
-                shard = Shard(value.view(len(rows.local), *tensor.shape[1:]), rows.first, tensor.shape)
+                shard = shard_of(value, None, world)
+            elif tensor.shape == own.shape:  # some libraries keep a tensor flat
+                shard = replace(own, local=value.view_as(own.local))
+            else:
+                local = value.view(len(own.local), *tensor.shape[1:])
+                shard = replace(Shard.of_rows(local, own.rows.start, tensor.shape), holders=own.holders)
             shards[f"optim.{name}.{tensor.key}"] = shard
     return shards
 
 
-def share_of_copy(shards: dict[str, Shard], copy: int, copies: int, writes_whole: bool) -> dict[str, Shard]:
-    """Return those of a rank's shards that it writes: `copies` ranks hold the same ones, and share the bytes evenly.
-
-    `copy` is its number among these. Whole tensors (buffers, single rows) are equal on the ranks of one copy too, so
-    only those with `writes_whole` write them.
-    """
-    loads, share = [(0, number) for number in range(copies)], {}
+def share_of_rank(shards: dict[str, Shard], rank: int) -> dict[str, Shard]:
+    """Return those of a rank's shards that it writes: the ranks that hold the same ones share the bytes evenly."""
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    share = {}
     for name, shard in sorted(shards.items(), key=lambda item: (-item[1].local.nbytes, item[0])):
-        if shard.local.numel() == math.prod(shard.shape) and not writes_whole:
-            continue
-        load, writer = loads[0]
-        heapq.heapreplace(loads, (load + shard.local.nbytes, writer))
-        if writer == copy:
+        heap = loads.setdefault(shard.holders, [(0, writer) for writer in shard.holders])
+        load, writer = heap[0]
+        heapq.heapreplace(heap, (load + shard.local.nbytes, writer))
+        if writer == rank:
             share[name] = shard
     return share
 
@@ -98,12 +130,12 @@ def named_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {name: part for group in groups for name, part in zip(group["param_names"], group["params"], strict=True)}
 
 
-def shard_of(tensor: torch.Tensor) -> Shard:
-    """Return the local rows of a tensor, which are all of them when it is not sharded."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))
-    return Shard(tensor.to_local(), first_row(tensor), tuple(tensor.shape))
+def shard_of(tensor: torch.Tensor, part: Part | None = None, world: World | None = None) -> Shard:
+    """Return what this rank has of a tensor, all of it when it is not sharded; `part` as in `tensor_parallel`."""
+    tensor, shape = tensor.detach(), tuple(part.shape if part else tensor.shape)
+    local, first = (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
+    shard = Shard.of_rows(torch.atleast_1d(local), first, shape, part)
+    return replace(shard, holders=world.holders_of_same(tensor, part)) if world else shard
 
 
 MAX_HEADER_BYTES = 10**8  # as in the library
@@ -128,7 +160,7 @@ def find_pieces(
                 raise CheckpointError(f"{folder}: it holds {unknown[0]!r}, which the model does not have")
             for name in reader.shapes:
                 reader.compare(name, shards[name])
-                found += [(numbers[name], file_number, *span) for span in reader.spans(name)]
+                found += [(numbers[name], file_number, *rows) for rows in reader.rows(name)]
     return np.array(found, np.int64).reshape(-1, 4)
 
 
@@ -139,12 +171,11 @@ def load_checkpoint(folder: Location, files: Sequence[str], shards: dict[str, Sh
     these shards.
     """
     names, (tensor, file, start, count) = sorted(shards), pieces.T
-    first = np.array([shards[name].first for name in names])[tensor]
-    rows = np.array([len(shards[name].local) for name in names])[tensor]
-    needed = np.unique(file[(start < first + rows) & (start + count > first)])
+    first, stop = (np.array([getattr(shards[name].rows, end) for name in names])[tensor] for end in ("start", "stop"))
+    needed = np.unique(file[(start < stop) & (start + count > first)])
     with CheckpointReader(folder, [files[number] for number in needed]) as reader:
         for name, shard in shards.items():
-            if len(shard.local):
+            if shard.local.numel():
                 reader.fill(name, shard)
 
 
@@ -159,7 +190,7 @@ class CheckpointReader:
         """Open these files, or all."""
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[tuple[int, Any]]] = {}  # name → [(first row, slice of an open file)]
+        self._pieces: dict[str, list[tuple[list[Box], Any]]] = {}  # name → [(boxes, slice of an open file)]
         with contextlib.ExitStack() as stack:
             for name in sorted(read_manifest(folder).files) if files is None else files:
                 try:
@@ -181,22 +212,24 @@ class CheckpointReader:
         if not isinstance(places, dict) or places.keys() != set(opened.keys()):
             raise ValueError("its `places` do not match its tensors")
         for name, place in places.items():
-            is_list = isinstance(place, list) and place
-            if not is_list or any(type(n) is not int or not 0 <= n < MAX_ROWS for n in place):
-                raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
-            (first, *shape), rows = place, opened.get_slice(name)
-            found = rows.get_shape()
-            if not found or found[1:] != shape[1:] or first + found[0] > math.prod(shape[:1]):
+            slices = opened.get_slice(name)
+            found = slices.get_shape()
+            try:
+                shape, boxes = place
+                valid = _is_place(found, shape, boxes)
+            except (TypeError, ValueError):
+                valid = False
+            if not valid:
                 raise ValueError(f"{name!r} has shape {found}, its place says {reprlib.repr(place)}")
             if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
                 raise ValueError(
                     f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
                 )
-            self._pieces.setdefault(name, []).append((first, rows))
+            self._pieces.setdefault(name, []).append((boxes, slices))
 
-    def spans(self, name: str) -> list[tuple[int, int]]:
-        """Return the first row and the number of rows of each piece of a tensor in the open files."""
-        return [(first, math.prod(rows.get_shape()[:1])) for first, rows in self._pieces[name]]
+    def rows(self, name: str) -> list[tuple[int, int]]:
+        """Return the first row and the number of rows of each box of a tensor in the open files."""
+        return [(box[0][1], box[0][2]) for boxes, _ in self._pieces[name] for box in boxes]
 
     def compare(self, name: str, shard: Shard) -> None:
         """Raise CheckpointError when a tensor is missing, or has another shape or dtype than a shard of the model."""
@@ -204,27 +237,27 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: {name}, which the model needs, is missing")
         if self.shapes[name] != shard.shape:
             raise CheckpointError(f"{self.folder}: {name} has shape {self.shapes[name]}, the model needs {shard.shape}")
-        for dtype in {rows[:0].dtype for _, rows in self._pieces[name]} - {shard.local.dtype}:
+        for dtype in {slices[:0].dtype for _, slices in self._pieces[name]} - {shard.local.dtype}:
             raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model needs {shard.local.dtype}")
 
     def fill(self, name: str, shard: Shard) -> None:
-        """Copy into a shard the rows in the files that overlap it; raises what `compare` raises.
+        """Copy into a shard the numbers in the files that overlap it; raises what `compare` raises.
 
-        Raises CheckpointError as well unless the files hold each of its rows once.
+        Raises CheckpointError as well unless the files hold each of its numbers once.
         """
         self.compare(name, shard)
-        wanted = range(shard.first, shard.first + len(shard.local))
-        done, is_once = wanted.start, True
-        for first, rows in sorted(self._pieces[name], key=lambda piece: piece[0]):
-            begin, end = max(first, wanted.start), min(first + rows.get_shape()[0], wanted.stop)
-            if begin < end:
-                shard.local[begin - wanted.start : end - wanted.start].copy_(rows[begin - first : end - first])
-                done, is_once = end, is_once and begin == done
-        if not is_once or done < wanted.stop:
-            spans = listed(f"{first} to {first + count}" for first, count in sorted(self.spans(name)))
+        copied: list[Box] = []
+        for boxes, slices in self._pieces[name]:
+            for stored, own in itertools.product(boxes, shard.boxes):
+                if common := _common(stored, own):
+                    rows, *others = _slices(stored, common)
+                    shard.local[_slices(own, common)].copy_(slices[rows][(slice(None), *others)])
+                    copied.append(common)
+        if _volume(copied) != shard.local.numel() or not _are_apart(copied):
+            found = [box for boxes, _ in self._pieces[name] for box in boxes]
             raise CheckpointError(
-                f"{self.folder}: {name!r} has {math.prod(shard.shape[:1])} rows, of which the model needs "
-                f"{wanted.start} to {wanted.stop}, the files hold {spans}"
+                f"{self.folder}: of {name!r}, which has shape {list(shard.shape)}, the model needs "
+                f"{listed(map(_text, shard.boxes), 2)}, the files hold {listed(map(_text, sorted(found, key=_firsts)))}"
             )
 
     def whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -232,6 +265,62 @@ class CheckpointReader:
         tensor = torch.empty_like(like, device="cpu")
         self.fill(name, shard_of(tensor))
         return tensor
+
+
+def _is_place(found: list[int], shape: Any, boxes: Any) -> bool:
+    """Return whether a tensor of shape `found` consists of these boxes of one of `shape`; raises for other types."""
+    whole = shape or [1]
+    if not all(
+        type(n) is int and 0 <= n < MAX_ROWS for n in [*shape, *(n for box in boxes for span in box for n in span)]
+    ):
+        return False
+    inside = (
+        at + count <= here and first + count <= there
+        for box in boxes
+        for here, there, (at, first, count) in zip(found, whole, box, strict=True)
+    )
+    return bool(found) and all(inside) and _volume(boxes) == math.prod(found) and _are_apart(boxes)
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """Return what two boxes of a tensor have in common, with 0 as the first number here; None if nothing."""
+    spans = []
+    for (_, first, count), (_, other, others) in zip(a, b, strict=True):
+        begin, end = max(first, other), min(first + count, other + others)
+        if begin >= end:
+            return None
+        spans.append((0, begin, end - begin))
+    return tuple(spans)
+
+
+def _slices(box: Box, part: Box) -> tuple[slice, ...]:
+    """Return where a part of a box is in the tensor that consists of boxes."""
+    starts = (at + first - begin for (at, begin, _), (_, first, _) in zip(box, part, strict=True))
+    return tuple(slice(start, start + count) for start, (*_, count) in zip(starts, part, strict=True))
+
+
+def _volume(boxes: Iterable[Box]) -> int:
+    return sum(math.prod(count for *_, count in box) for box in boxes)
+
+
+def _are_apart(boxes: Iterable[Box]) -> bool:
+    """Return whether boxes have no number in common; the columns of any two must be the same, or apart."""
+    rows: dict[Any, list[tuple[int, int]]] = {}
+    for (_, first, count), *others in boxes:
+        rows.setdefault(tuple((start, size) for _, start, size in others), []).append((first, first + count))
+    columns = [tuple((0, *span) for span in spans) for spans in rows]
+    if any(_common(a, b) for a, b in itertools.combinations(columns, 2)):
+        return False
+    return all(end <= begin for spans in rows.values() for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
+
+
+def _firsts(box: Box) -> list[int]:
+    return [first for _, first, _ in box]
+
+
+def _text(box: Box) -> str:
+    """Return a box as Python writes slices: `[0:8, 32:64]`."""
+    return f"[{', '.join(f'{first}:{first + count}' for _, first, count in box)}]"
 
 
 def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:

@@ -129,7 +129,8 @@ class OptimizerTraits:
     the host waits for the numbers of a step before the update, and skips the update itself.
 
     `needs_ranks`: the class takes as `ranks` the mesh of the ranks that have the other rows of the parameters,
-    and communicates in its step. `splits`: parameters that it treats otherwise are groups of their own.
+    and communicates in its step. `splits`: parameters that it treats otherwise are groups of their own. `divides` are
+    the keys of `parallel` by which ranks may divide weights: some optimizers need whole matrices, or whole rows.
     """
 
     torch_class: str
@@ -139,6 +140,7 @@ class OptimizerTraits:
     found_inf: bool = False
     needs_ranks: bool = False
     splits: Callable[[Weight], bool] | None = None
+    divides: tuple[str, ...] = ("tensor", "experts")
     leaner: str | None = None  # see `OptimizerKind.leaner`
     largest_beta2: float = 1.0  # above it the second moment is wrong
     keeps_if: str | None = None  # the key of the recipe's `optim` section that is 0 if nothing is kept
@@ -179,12 +181,18 @@ class OptimizerKind(StrEnum):
     adamw_8bit = (
         "adamw_8bit",
         OptimizerTraits(
-            "fsdptrain.train.blockwise.RowwiseAdamW8bit", ADAM_SETTINGS, _moments_in_8_bits, library="bitsandbytes"
+            "fsdptrain.train.blockwise.RowwiseAdamW8bit",
+            ADAM_SETTINGS,
+            _moments_in_8_bits,
+            divides=("experts",),
+            library="bitsandbytes",
         ),
     )
     adafactor = (
         "adafactor",
-        OptimizerTraits("fsdptrain.train.sharded_optimizers.ShardedAdafactor", {}, _factors, needs_ranks=True),
+        OptimizerTraits(
+            "fsdptrain.train.sharded_optimizers.ShardedAdafactor", {}, _factors, needs_ranks=True, divides=()
+        ),
     )
     muon = (
         "muon",
@@ -194,6 +202,7 @@ class OptimizerKind(StrEnum):
             _momentum_of_matrices,
             needs_ranks=True,
             splits=is_orthogonalised,
+            divides=("experts",),
         ),
     )
     lion = (

@@ -45,6 +45,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _window_problems(recipe)
     yield from _held_out_problems(recipe)
     yield from _fsdp_problems(recipe)
+    yield from _parallel_problems(recipe)
     yield from _optim_problems(recipe)
     yield from _float8_problems(recipe)
     yield from _run_problems(recipe, where)
@@ -140,7 +141,7 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 
 
 def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
-    kernel, how, context = recipe.model.attn_implementation, recipe.fsdp.recomputation, recipe.parallel.context
+    kernel, how = recipe.model.attn_implementation, recipe.fsdp.recomputation
     if kernel == "flash_attention_2" and recipe.documents_share_sequences and recipe.train.micro_batch_size > 1:
         apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
         yield Problem(
@@ -148,9 +149,6 @@ def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
             f"train.micro_batch_size=1{apart} or model.attn_implementation=sdpa",
             "model.attn_implementation",
         )
-    if context > 1 and kernel not in ("auto", "sdpa"):
-        message = f"has no effect with model.attn_implementation: {kernel}, which computes whole rows: use auto or sdpa"
-        yield Problem(message, "parallel.context")
     for name in ("offload", "keep_attention"):
         if getattr(how, name) and how.kind != "full":
             message = f"{name} has no effect with kind: {how.kind}: use kind: full"
@@ -297,7 +295,7 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{kind} trains all weights, and {frozen} freezes some: remove one of the two", "train.float8")
     if dtypes.param_dtype != "bfloat16":
         yield Problem(f"{kind} needs fsdp.mixed_precision.param_dtype: bfloat16", "train.float8")
-    tokens = recipe.train.micro_batch_size * recipe.data.seq_len // max(1, recipe.parallel.context)
+    tokens = recipe.train.micro_batch_size * recipe.data.seq_len // max(1, recipe.parallel.ranks_of_row)
     if tokens % FLOAT8_MULTIPLE:
         message = (
             f"micro-batches need a multiple of {FLOAT8_MULTIPLE} tokens on each rank, and these have {tokens} "
@@ -309,15 +307,40 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
-    strategy, size, seq_len = recipe.fsdp.strategy, recipe.parallel.context, recipe.data.seq_len
-    if size > 1 and seq_len % size:
-        yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
+    strategy = recipe.fsdp.strategy
     if recipe.fsdp.mixed_precision.param_dtype == "float16" and recipe.model.dtype != "float32":
         message = f"float16 needs model.dtype: float32: {recipe.model.dtype} cannot add its small gradients"
         yield Problem(message, "fsdp.mixed_precision.param_dtype")
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         message = f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: use reduce"
         yield Problem(message, "fsdp.accumulation")
+
+
+def _parallel_problems(recipe: Recipe) -> Iterator[Problem]:
+    parallel, adapter, fsdp = recipe.parallel, recipe.adapter, recipe.fsdp
+    kernel, seq_len = recipe.model.attn_implementation, recipe.data.seq_len
+    keys = [f"parallel.{name}" for name in ("context", "tensor") if getattr(parallel, name) > 1]
+    if keys and seq_len % parallel.ranks_of_row:
+        message = f"{seq_len} tokens do not divide among {parallel.ranks_of_row} ranks ({', '.join(keys)})"
+        yield Problem(message, "data.seq_len")
+    if keys and kernel not in ("auto", "sdpa"):
+        message = f"has no effect with model.attn_implementation: {kernel}, which computes whole rows: use auto or sdpa"
+        yield Problem(message, keys[0])
+    traits = recipe.optim.name.traits
+    others = {  # why weights cannot be divided → (whether it is set, the way out)
+        f"adapter.kind: {adapter.kind}": (adapter.kind == "qlora", "use adapter.kind: lora"),
+        "adapter.use_dora": (adapter.use_dora, "remove one of the two"),
+        f"train.float8: {recipe.train.float8}": (recipe.train.float8 is not None, "remove one of the two"),
+        "fsdp.wrap": (fsdp.wrap != "auto", "use fsdp.wrap: auto"),
+        "fsdp.bucket_cap_mb": (fsdp.bucket_cap_mb is not None, "remove one of the two"),
+    }
+    for name in ("tensor", "experts"):
+        if getattr(parallel, name) == 1:
+            continue
+        optimizer = (name not in traits.divides, f"use optim.name: {DEFAULT_OPTIMIZER}")
+        for key, (is_set, way_out) in {**others, f"optim.name: {recipe.optim.name}": optimizer}.items():
+            if is_set:
+                yield Problem(f"weights that ranks divide are not supported with {key}: {way_out}", f"parallel.{name}")
 
 
 def may_hold_shards(strategy: Strategy, offload: bool) -> bool:

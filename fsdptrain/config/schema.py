@@ -263,9 +263,19 @@ class Parallel:
     """How ranks share the computation of a row.
 
     context: ranks that share each row, for long sequences: each has a part of the tokens, and in attention of the heads
+    tensor: ranks of a node that divide the weights of each decoder layer, and share rows: for models that are too large
+        for FSDP alone, or steps of fewer sequences than ranks
+    experts: ranks that divide the experts of each layer, and send tokens to them instead of gathering all experts
     """
 
     context: int = key(1, at_least=1)
+    tensor: int = key(1, at_least=1)
+    experts: int = key(1, at_least=1)
+
+    @property
+    def ranks_of_row(self) -> int:
+        """The ranks that share each row."""
+        return self.context * self.tensor
 
 
 def _optimizers_with(setting: str) -> dict[str, Any]:

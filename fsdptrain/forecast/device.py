@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from fsdptrain.forecast.kernels import cuda_attention
 from fsdptrain.forecast.patches import KERNELS
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
-from fsdptrain.parallel.world import Floats, HostCopy, World, make_context, make_mesh
+from fsdptrain.parallel.world import Floats, HostCopy, World, make_groups, make_meshes
 from fsdptrain.plan.plan import Plan
 
 PRETEND = "pretend"  # the accelerator's device type
@@ -173,9 +173,9 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
     try:
-        mesh, context = make_mesh(plan, device.type), make_context(plan)
+        meshes = make_meshes(plan, device.type)
         side: Any = dist.group.WORLD
-        yield PretendWorld(0, 0, size, device, mesh, side, [], context=context)
+        yield PretendWorld(0, 0, size, device, meshes[1], side, [], meshes=meshes, **make_groups(plan))
     finally:
         dist.destroy_process_group()
 

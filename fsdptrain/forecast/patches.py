@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from transformers import masking_utils
 
+from fsdptrain.model import expert_parallel
 from fsdptrain.model import patches as of_model
 from fsdptrain.model.patches import documents_of, torch_operators
 
@@ -62,6 +63,7 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
       results: this is not part of the step.
     - `find_packed_sequence_indices` cannot read fake position ids, and reports all of them as packed.
     - `model.patches.within_documents` cannot read fake bounds: each row is one document, as in attention.
+    - `expert_parallel.rows_exchanged` cannot read fake counts: all experts get as many tokens.
     - Fake memory of the host cannot be pinned: it counts as pinned.
     - `_chunk_with_empty` splits a parameter for all ranks, of which only rank 0's part is used: 512 fake chunks take
       a while. A list of one chunk fails if another is used.
@@ -78,10 +80,15 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     def within_rows(function: Any, _name: str, _bounds: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
+    def evenly(sizes: torch.Tensor, copies: int) -> list[list[int]]:
+        ranks = sizes.shape[1]
+        return [[(n + 1) * copies // ranks - n * copies // ranks for n in range(ranks)]] * 2
+
     with (
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
         mock.patch.object(of_model, "within_documents", within_rows),
+        mock.patch.object(expert_parallel, "rows_exchanged", evenly),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: True),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),

@@ -34,7 +34,7 @@ from fsdptrain.forecast.trace import (
 )
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
-from fsdptrain.parallel.patches import CONTEXT, REDUCTIONS, TorchDispatchMode
+from fsdptrain.parallel.patches import CONTEXT, EXPERTS, REDUCTIONS, TENSOR, TorchDispatchMode
 
 LOSS_BACKWARD = "backward of the loss"
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -54,6 +54,16 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
     c10d.alltoall_base_.default: ("reduce-scatter", 1),  # see shard._GlooReduceScatter
     c10d.allreduce_.default: ("all-reduce", 0),
     c10d.broadcast_.default: ("broadcast", 0),
+}
+
+OF_TOKENS: dict[str, dict[Any, Any]] = {  # description of a group that exchanges tokens → operator → kind
+    CONTEXT: {c10d.alltoall_base_.default: "all-to-all"},
+    TENSOR: {
+        c10d._allgather_base_.default: "gather of tokens",
+        c10d._reduce_scatter_base_.default: "sum of tokens",
+        c10d.alltoall_base_.default: "sum of tokens",  # on a CPU: see tensor_parallel
+    },
+    EXPERTS: {c10d.alltoall_base_.default: "tokens to experts"},
 }
 
 # For operators whose inside is not seen: FLOPs and, in bytes, what they allocate besides results.
@@ -178,6 +188,8 @@ class Recorder(TorchDispatchMode):
 
     def _tag_operands(self, func: Any, args: Any, kwargs: Any) -> None:
         """Set the categories of tensors that FSDP2's own operators take and return."""
+        if func in COLLECTIVES and func in OF_TOKENS.get(_group_of(args).group_desc, ()):
+            return  # activations
         if func is c10d._allgather_base_.default:
             self.tag(args[0], "communication buffers")
         elif func is fsdp.split_with_sizes_copy.default:
@@ -190,7 +202,7 @@ class Recorder(TorchDispatchMode):
         elif func is c10d._reduce_scatter_base_.default:
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "gradients")
-        elif func is c10d.alltoall_base_.default and not _is_context(_group_of(args)):
+        elif func is c10d.alltoall_base_.default:
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "communication buffers")
         elif func is aten.add_.Tensor and pretend.current_stream() != COMPUTE_STREAM:
@@ -206,10 +218,12 @@ class Recorder(TorchDispatchMode):
             if func is not c10d.barrier.default:
                 kind, place = COLLECTIVES.get(func, ("other", 0))
                 group = _group_of(args)
-                if func is c10d.alltoall_base_.default and (self.moment == "optimizer" or _is_context(group)):
-                    kind = "all-to-all"  # of Muon, or of ranks that share rows
+                what = group.group_desc
+                if func is c10d.alltoall_base_.default and self.moment == "optimizer":
+                    kind = "all-to-all"  # of Muon
+                kind = OF_TOKENS.get(what, {}).get(func, kind)
                 ranks = tuple(dist.get_process_group_ranks(group))
-                apart = group.group_desc == REDUCTIONS
+                apart = what in (REDUCTIONS, TENSOR, EXPERTS)
                 self.write(Collective(kind, ranks, _total_bytes(args[place]), stream, apart))
             return
         if func.is_view or func in NO_KERNEL:
@@ -261,10 +275,6 @@ def _group_of(args: Any) -> dist.ProcessGroup:
     """Return the group of a collective: of two objects among its arguments the first, before the operation."""
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
     return group
-
-
-def _is_context(group: dist.ProcessGroup) -> bool:
-    return bool(group.group_desc == CONTEXT)
 
 
 def host_waits(func: Any, args: Any, kwargs: Any, result: Any) -> bool:

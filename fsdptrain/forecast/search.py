@@ -82,7 +82,7 @@ def micro_batches(plan: Plan) -> list[int]:
     recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.documents_share_sequences:
         return [1]
-    share, tokens = recipe.train.global_batch_size * plan.context // plan.topology.world_size, plan.tokens_of_row
+    share, tokens = recipe.train.global_batch_size * plan.ranks_of_row // plan.topology.world_size, plan.tokens_of_row
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}
     sizes = sorted(powers | {recipe.train.micro_batch_size})
     return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
@@ -97,7 +97,7 @@ def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
     shared = [
         {"parallel.context": size}
         for size in sizes
-        if size > plan.context and plan.recipe.data.seq_len >= LEAST_TOKENS * size
+        if size > plan.ranks_of_row and plan.recipe.data.seq_len >= LEAST_TOKENS * size
     ]
     kept = [
         {"fsdp.activation_checkpointing": {"kind": "full", "offload": True, **attention}}

@@ -55,10 +55,13 @@ class Kernel(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter).
 
-    `apart`: it is in a group for reductions alone, which NCCL carries out at the same time as gathers.
+    `apart`: it is in a group for reductions or tokens alone, which NCCL carries out at the same time as gathers.
     """
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
+    kind: Literal[
+        "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "gather of tokens", "sum of tokens",
+        "tokens to experts", "broadcast", "other",
+    ]  # fmt: skip
     ranks: tuple[int, ...]
     size: int
     stream: int

@@ -40,6 +40,7 @@ from fsdptrain.model.units import (
     full_name,
     is_adapter,
     names_by_parameter,
+    whole_shape,
 )
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.files import openable
@@ -182,7 +183,8 @@ def _targets(model: Any, recipe: Recipe, whole: list[str]) -> tuple[list[str], l
     }
     # The matrices of all experts of a layer are one tensor [experts, …, …].
     count = expert_count(model.config)
-    experts = [n for n, param in model.named_parameters() if param.ndim == 3 and param.shape[0] == count > 0]
+    shapes = {name: whole_shape(model, name) for name, _ in model.named_parameters()}
+    experts = [name for name, shape in shapes.items() if len(shape) == 3 and shape[0] == count > 0]
     found: set[str] = set()
     for pattern in [adapter.target] if isinstance(adapter.target, str) else adapter.target:
         if pattern == ALL_LINEAR:
@@ -388,7 +390,7 @@ def _taken_for_experts(model: Any, targets: list[str]) -> list[str]:
     return [name for name in targets if name.rpartition(".")[2] not in kept]
 
 
-def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[Any, str, torch.Tensor], None]) -> None:
     """Set the adapters of a sharded model, whose base has weights: from `adapter.from`, else as peft draws them.
 
     What is drawn depends on the seed and the parameter's name only, so every world size starts from the same weights.
@@ -398,29 +400,30 @@ def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[torch.Tensor
     if folder is not None:
         check_adapter_file(model, Path(folder))
         for name, tensor in saved_tensors(model, Path(folder)):
-            copy_own_rows(model.get_parameter(name), tensor)
+            copy_own_rows(model, name, tensor)
         return
     for name, param in model.named_parameters():
         if is_adapter(name):
-            whole = torch.zeros(param.shape, dtype=param.dtype)
+            whole = torch.zeros(whole_shape(model, name), dtype=param.dtype)
             generator = torch.Generator().manual_seed(seed_of(plan.recipe.seed, name))
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
             elif ".lora_embedding_B." in name:
                 nn.init.normal_(whole, generator=generator)
-            copy_own_rows(param, whole)
-    for layer in adapted_layers(model).values():
-        for magnitude in layer.lora_magnitude_vector.values():
+            copy_own_rows(model, name, whole)
+    for name, layer in adapted_layers(model).items():
+        for key, magnitude in layer.lora_magnitude_vector.items():
             weight = layer.base_layer.weight.detach()
             whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).float()
             # A vector of a Linear is a row, of a Conv1D or an Embedding a column.
-            copy_own_rows(magnitude.weight, torch.linalg.norm(whole, dim=0 if magnitude.fan_in_fan_out else 1))
+            norms = torch.linalg.norm(whole, dim=0 if magnitude.fan_in_fan_out else 1)
+            copy_own_rows(model, f"{name}.lora_magnitude_vector.{key}.weight", norms)
 
 
 def check_adapter_file(model: Any, folder: Path) -> None:
     """Raise RecipeError unless a folder that peft has written has just the tensors that are trained of a model."""
     path = folder / ADAPTER_WEIGHTS
-    expected = {key: tuple(model.get_parameter(name).shape) for name, key in saved_names(model).items()}
+    expected = {key: whole_shape(model, name) for name, key in saved_names(model).items()}
     try:
         with safe_open(openable(path), framework="pt") as opened:
             found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118

@@ -47,7 +47,7 @@ def choose_attention(
     bare = skeleton(config, model)
     if model.attn_implementation not in ("auto", "sdpa"):
         return plan, bare
-    if plan.context > 1:
+    if plan.ranks_of_row > 1:
         check_context(plan, bare, has_flash)
     kernels = _kernels(bare)
     # A model of several parts may support sdpa in some of them only.
@@ -70,9 +70,11 @@ def check_context(plan: Plan, bare: Any, has_flash: bool = True) -> None:
     kernels = _kernels(bare)
     reason = f"its attention is {', '.join(sorted(kernels))}" if kernels != {"sdpa"} else obstacle(plan, bare)
     reason = reason or (None if has_flash else "this card has no FlashAttention")
-    reason = reason or sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
+    reason = reason or sharing_obstacle(bare, plan.ranks_of_row, plan.recipe.data.seq_len)
+    parallel = plan.recipe.parallel
     if reason:
-        raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
+        key = "parallel.context" if parallel.context > 1 else "parallel.tensor"
+        raise RecipeError([Problem(f"{plan.ranks_of_row} ranks cannot share a row: {reason}", key)])
 
 
 _obstacles: dict[str, str | None] = {}  # class and configuration of a model → what `obstacle` found
@@ -85,7 +87,7 @@ def obstacle(plan: Plan, bare: Any) -> str | None:
     as its attention.
     """
     on_gpu = plan.topology.device == "cuda"
-    if not (on_gpu or plan.context > 1):
+    if not (on_gpu or plan.ranks_of_row > 1):
         return "it needs a GPU"
     if reason := card_obstacle():
         return reason
@@ -137,7 +139,7 @@ def _cudnn_computes(plan: Plan, bare: Any) -> bool:
     excludes cuDNN where algorithms must be deterministic, and `avoid_wrong_kernel` excludes some lengths.
     """
     recipe, seq_len = plan.recipe, plan.recipe.data.seq_len
-    if plan.context > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
+    if plan.ranks_of_row > 1 or recipe.documents_share_sequences or seq_len % 128 or recipe.train.deterministic:
         return False
     return all(
         heads.size == heads.of_values <= CUDNN_HEAD and heads.size % 8 == 0 and not heads.has_window

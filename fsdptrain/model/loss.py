@@ -27,7 +27,6 @@ from torch.nn import functional
 from fsdptrain.config.schema import Dpo
 from fsdptrain.data.corpus import IGNORED, Batch
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.model.varlen import Exchange
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 Divisor = int | torch.Tensor
@@ -361,7 +360,9 @@ def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -
 MEASURES = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
 
 
-def answer_sums(log_probs: torch.Tensor, batch: Batch, context: Exchange | None) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_sums(
+    log_probs: torch.Tensor, batch: Batch, sharers: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each answer, and its number of trained tokens, both float64 [answers].
 
     `log_probs` float32 [T] is 0 where there is no label. Of ranks that share rows each has a part of an answer's
@@ -370,21 +371,21 @@ def answer_sums(log_probs: torch.Tensor, batch: Batch, context: Exchange | None)
     answers, labels, count = batch["answers"].flatten(), batch["labels"].flatten(), len(batch["reference"])
     own = torch.stack([log_probs.double(), (labels != IGNORED).double()], dim=1)
     sums = own.new_zeros(count + 1, 2).index_add(0, answers, own)[:count]  # the last is of padding
-    if context is not None:
+    if sharers is not None:
         whole = sums.detach().clone()
-        dist.all_reduce(whole, group=context.group)
+        dist.all_reduce(whole, group=sharers)
         sums = sums + (whole - sums.detach())
     return sums[:, 0], sums[:, 1]
 
 
 def dpo_loss(
-    log_probs: torch.Tensor, batch: Batch, dpo: Dpo, divisor: Divisor, context: Exchange | None = None
+    log_probs: torch.Tensor, batch: Batch, dpo: Dpo, divisor: Divisor, sharers: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss of a micro-batch's pairs over `divisor`, float32, and their summed MEASURES, float64 [4].
 
     Of ranks that share rows each returns its part: they add up to the whole.
     """
-    sums, tokens = answer_sums(log_probs, batch, context)
+    sums, tokens = answer_sums(log_probs, batch, sharers)
     chosen, rejected = (dpo.beta * (sums - batch["reference"])).view(-1, 2).T
     margin = chosen - rejected
     losses = -(1 - dpo.label_smoothing) * functional.logsigmoid(margin)
@@ -394,6 +395,6 @@ def dpo_loss(
         losses = losses - dpo.sft_weight * sums[::2] / tokens[::2]
     loss = losses.sum() / divisor
     measures = torch.stack([chosen, rejected, margin, (margin > 0).double()]).detach().sum(dim=1)
-    if context is not None:  # each computes the same loss, of which the gradient is that of its own tokens
-        loss, measures = loss - loss.detach() * (1 - 1 / context.ranks), measures / context.ranks
+    if sharers is not None:  # each computes the same loss, of which the gradient is that of its own tokens
+        loss, measures = loss - loss.detach() * (1 - 1 / sharers.size()), measures / sharers.size()
     return loss.float(), measures

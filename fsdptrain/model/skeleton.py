@@ -87,6 +87,8 @@ def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: t
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _kept_in_float32(made, computed)
     made.frozen_names = set()  # of parameters, by the recipe: see `adapters.freeze`
+    made.parts = {}  # of parameters that ranks divide: see `model.parts`
+    made.divided_experts = set()  # names of modules: see `expert_parallel`
     wide = made.float32_names | _kept_in_float32(made, master)
     for name, tensor in state.items():
         dtype = torch.float32 if name in wide else master
@@ -169,18 +171,17 @@ def draw_weights(
     mirror: Any,
     recipe: Recipe,
     progress: Progress,
-    copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None],
+    copy_own_rows: Callable[[Any, str, torch.Tensor], None],
 ) -> None:
     """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
     Every rank draws the same weights, one layer at a time, and keeps its rows. `mirror` is an unsharded skeleton.
-    `copy_own_rows(parameter, whole)` sets this rank's rows of a sharded parameter.
+    `copy_own_rows(model, name, whole)` sets this rank's rows of a sharded parameter.
     """
-    targets = dict(model.named_parameters())
     groups = init_groups(mirror)
     for done, weights in enumerate(initial_weights(mirror, groups, recipe), 1):
         for name, whole in weights.items():
-            copy_own_rows(targets[name], whole)
+            copy_own_rows(model, name, whole)
         progress("initialise", done, len(groups))
 
 

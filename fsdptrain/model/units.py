@@ -173,6 +173,11 @@ def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
+def whole_shape(model: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of a parameter, of which a rank may have a part only."""
+    return tuple((getattr(model, "parts", {}).get(name) or model.get_parameter(name)).shape)
+
+
 def token_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of embedding and head, which have a row for each token; tied ones under every name."""
     ends = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
@@ -255,7 +260,7 @@ def weights_of(model: Any, quantised: Collection[int] = ()) -> dict[str, Weight]
     outer = undecayed | head
     return {
         name: Weight(
-            tuple(param.shape),
+            whole_shape(model, name),
             decays=id(param) not in undecayed,
             matrix=id(param) not in outer,
             trained=param.requires_grad,

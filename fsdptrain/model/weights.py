@@ -29,8 +29,9 @@ from fsdptrain.errors import RecipeError, listed
 from fsdptrain.model.adapters import without_adapters
 from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp, config_parts
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
+from fsdptrain.model.parts import Part
 from fsdptrain.model.patches import dtensors_stay_on_their_device
-from fsdptrain.model.units import full_name, names_by_parameter, token_parameters
+from fsdptrain.model.units import base_name, full_name, names_by_parameter, token_parameters
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress
 
@@ -81,7 +82,9 @@ def read_weights(
             progress("load", min(next(done), len(known)), len(known))
 
         grown = _with_added_rows(bare, {key: each for key, each in slices.items() if key in known}, plan, added)
-        counted: dict[str, Any] = {name: _Counted(rows, read) for name, rows in grown.items()}
+        parts = {base_name(name): part for name, part in model.parts.items()}
+        own = {key: each for key, given in grown.items() if (each := _own(key, given, parts.get(known[key])))}
+        counted: dict[str, Any] = {name: _Counted(rows, read) for name, rows in own.items()}
         with without_adapters(model):
             # The weights of Conv1D are transposed where the model has an NF4Linear. Files of GPT-2 have no prefix.
             transposed = [n for n, m in model.named_modules() if isinstance(m, NF4Linear) and m.transposed]
@@ -401,6 +404,47 @@ class _Grown(_Slice):
             rows = self._rows[start : min(start + MEAN_ROWS, self._first)]
             total = total + rows.float().numpy().sum(axis=0, dtype="float64")
         return torch.as_tensor(total / self._first)
+
+
+EXPERT = re.compile(r"\.experts?\.(\d+)\.")  # the number of an expert in the name of a tensor that has it alone
+
+
+def _own(key: str, rows: Any, part: Part | None) -> Any:
+    """Return what a rank reads of a tensor of a file that becomes a part of a parameter; None if nothing."""
+    if part is None or part.count == 1:
+        return rows
+    if part.dim == -len(part.shape) and len(rows.get_shape()) < len(part.shape):  # files may have each expert alone
+        ((first, last),) = part.spans
+        number = EXPERT.search(key)
+        assert number, f"{key} does not tell which expert it is of"
+        return rows if first <= int(number[1]) < last else None
+    return _Own(rows, part)
+
+
+class _Own(_Slice):
+    """A tensor of which this rank has a part, or which is a piece of such a tensor."""
+
+    def __init__(self, rows: Any, part: Part) -> None:
+        super().__init__(rows)
+        shape = rows.get_shape()
+        self._axis = len(shape) + part.dim
+        self._spans = part.spans_in(shape[self._axis])
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._rows.get_shape()
+        return [sum(b - a for a, b in self._spans) if n == self._axis else size for n, size in enumerate(shape)]
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        given = () if key is ... else key if isinstance(key, tuple) else (key,)
+        keys = [*given, *[slice(None)] * (len(self.get_shape()) - len(given))]
+        start, stop, _ = keys[self._axis].indices(self.get_shape()[self._axis])
+        pieces, at = [], 0
+        for first, last in self._spans:
+            begin, end = max(start, at), min(stop, at + last - first)
+            keys[self._axis] = slice(first + begin - at, first + max(begin, end) - at)
+            pieces.append(self._rows[tuple(keys)])
+            at += last - first
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self._axis)
 
 
 class _Counted(_Slice):

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from fsdptrain.model.expert_parallel import AllToAllUneven
+from fsdptrain.model.tensor_parallel import GatherTokens, ReturnTokens
 from fsdptrain.model.varlen import AllToAll
 
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -133,8 +135,8 @@ def _unit_of(group: Any) -> str:
 
 def collective_of(frame: FrameType) -> str | None:
     """Return the collective in a frame of FSDP2, and of which unit, or of ranks that share rows; None for others."""
-    if frame.f_code in (AllToAll.forward.__code__, AllToAll.backward.__code__):
-        return f"all-to-all of {CONTEXT}"
+    if exchange := EXCHANGES.get(frame.f_code):
+        return exchange
     group = frame.f_locals.get("self")
     if not isinstance(group, FSDPParamGroup):
         return None
@@ -147,8 +149,20 @@ KINDS: dict[CollectiveKind, tuple[str, ...]] = {
     "all-gather": ("all-gather",),
     "reduction": ("reduce-scatter", "all-to-all", "all-reduce"),
 }
-# Descriptions of groups in the flight recorder: `World.side`, the ranks that share rows, and FSDP2's for reductions.
-SIDE, CONTEXT, REDUCTIONS = "side", "parallel.context", "fsdp_reduce_scatter"
+# Descriptions of groups in the flight recorder: `World.side`, those of ranks that exchange tokens, FSDP2's for sums.
+SIDE, CONTEXT, TENSOR, EXPERTS = "side", "parallel.context", "parallel.tensor", "parallel.experts"
+SHARERS = "ranks of a row"
+REDUCTIONS = "fsdp_reduce_scatter"
+EXCHANGES = {  # code of what exchanges tokens in a layer → its name in reports
+    code: f"{collective} of {group}"
+    for function, collective, group in (
+        (AllToAll, "all-to-all", CONTEXT),
+        (GatherTokens, "all-gather", TENSOR),
+        (ReturnTokens, "reduce-scatter", TENSOR),
+        (AllToAllUneven, "all-to-all", EXPERTS),
+    )
+    for code in (function.forward.__code__, function.backward.__code__)
+}
 
 
 class Issued(NamedTuple):
@@ -219,8 +233,8 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
         if note is not None and kind in KINDS[note.kind]:
             shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard._GlooReduceScatter`
             kind = f"{shown} of {note.unit}"
-        elif description == CONTEXT:
-            kind = f"{kind} of {CONTEXT}"
+        elif description in (CONTEXT, TENSOR, EXPERTS, SHARERS):
+            kind = f"{kind} of {description}"
         found.append({**entry, "collective": kind, "side": description == SIDE})
     return found
 

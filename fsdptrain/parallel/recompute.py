@@ -38,11 +38,16 @@ SAVED = [  # selective checkpointing does not recompute these: matrix products a
     aten._scaled_mm.default, *ATTENTION,
 ]  # fmt: skip
 
+CHOICE = [aten.topk.default]  # of experts: computed again, a near-tie might send a token elsewhere
+
 KERNELS = ("sdpa", varlen.NAME)  # in transformers' registry: those whose attention is one of these operators
 
 
-def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device) -> None:
-    """Free the activations of these layers after forward and compute them again in backward."""
+def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device, sends_tokens: bool = False) -> None:
+    """Free the activations of these layers after forward and compute them again in backward.
+
+    If they send tokens to experts of other ranks, the choice of experts is kept.
+    """
     if how.kind == "none":
         return
     offload = Offload(device) if how.offload else None
@@ -52,8 +57,9 @@ def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device)
         if how.beside_compiler:
             layer.forward = _sent_or_kept(layer.forward, how.keep_attention, offload)
         else:
-            context = functools.partial(create_selective_checkpoint_contexts, SAVED)
-            layer.forward = _recomputed(layer.forward, context if how.kind == "selective" else None)
+            saved = (SAVED if how.kind == "selective" else []) + (CHOICE if sends_tokens else [])
+            context = functools.partial(create_selective_checkpoint_contexts, saved)
+            layer.forward = _recomputed(layer.forward, context if saved else None)
 
 
 def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:

@@ -24,16 +24,19 @@ from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.adapters import freeze, layers_in_nf4
 from fsdptrain.model.attention import avoid_wrong_kernel
+from fsdptrain.model.expert_parallel import connect_experts, divide_experts
 from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
+from fsdptrain.model.parts import Part, name_parts
 from fsdptrain.model.patches import find_documents_without_waiting, torch_operators
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.tensor_parallel import connect_blocks, divide_layers, note_whole_weights
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import gather_itself, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.recompute import KERNELS, recompute
-from fsdptrain.parallel.world import World, first_row
+from fsdptrain.parallel.world import World, first_row, send
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     """Return the plan's model, sharded over the ranks, and its units; parameters are still on the meta device."""
     recipe = plan.recipe
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
-    if plan.context > 1 and not varlen.used_by(model):
+    if plan.ranks_of_row > 1 and not varlen.used_by(model):
         raise RuntimeError("internal error: rows are shared, but the attention exchanges nothing (please report it)")
     kernel = recipe.model.attn_implementation
     if recipe.fsdp.recomputation.keep_attention and kernel not in KERNELS:
@@ -58,8 +61,18 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
             f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
             f"{type(model).__name__} needs here: leave it out"
         )
+    if world.experts is not None:
+        divide_experts(model, world.experts.size(), world.experts.rank())
+    if world.tensor is not None:
+        divide_layers(model, world.tensor.size(), world.tensor.rank())
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
+    name_parts(model)
+    if world.tensor is not None:
+        connect_blocks(model, world.tensor)
+        note_whole_weights(model, world.tensor.size())
+    if world.experts is not None:
+        connect_experts(model, world.experts)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
         tiles.install()
@@ -78,20 +91,19 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
 
 def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     """Shard a skeleton over the ranks in place, by the plan's strategy."""
-    fsdp = plan.recipe.fsdp
+    recipe, fsdp = plan.recipe, plan.recipe.fsdp
     # Recomputation, then compilation: both replace the `forward` of decoder layers, around which FSDP2 will add its
     # hooks.
     layers = [module for _, module in decoder_layers(model)]
     how = fsdp.recomputation
     if not how.beside_compiler:
-        recompute(layers, how, world.device)
+        recompute(layers, how, world.device, bool(model.divided_experts))
     if plan.compiles:
         compile_layers(layers)
     if how.beside_compiler:
-        recompute(layers, how, world.device)
+        recompute(layers, how, world.device, bool(model.divided_experts))
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
-        "mesh": world.mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, fsdp.mixed_precision.param_dtype),
             reduce_dtype=getattr(torch, fsdp.mixed_precision.reduce_dtype),
@@ -100,10 +112,19 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
     }
     reshard = fsdp.strategy.reshards
+    for name in model.divided_experts:
+        fully_shard(
+            model.get_submodule(name),
+            mesh=world.meshes[recipe.parallel.experts],
+            reshard_after_forward=reshard,
+            **policies,
+        )
+    inside = {id(layer) for layer in layers}
     for unit in units:
+        mesh = world.meshes[recipe.parallel.tensor if id(unit.modules[0]) in inside else 1]
         # The head runs last in forward and first in backward: it would be gathered again at once.
-        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
-    fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+        fully_shard(unit.modules, mesh=mesh, reshard_after_forward=reshard and unit.name != "head", **policies)
+    fully_shard(model, mesh=world.mesh, reshard_after_forward=None if reshard else False, **policies)
     # Gradients are summed, not averaged: the loss is already divided by the label tokens of the global batch.
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -156,10 +177,48 @@ class _GlooReduceScatter:
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
-def copy_own_rows(target: Any, whole: torch.Tensor) -> None:
-    """Set this rank's rows of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
-    local, first = target.detach().to_local(), first_row(target)
-    local.copy_(whole[first : first + len(local)])
+def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
+    """Set this rank's numbers of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
+    target, part = model.get_parameter(name).detach(), model.parts.get(name)
+    local, first = target.to_local(), first_row(target)
+    local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
+
+
+def whole_tensor(tensor: torch.Tensor, part: Part | None, world: World) -> torch.Tensor:
+    """Return the whole of a tensor that is sharded over ranks, like the parameter that is `part` of one; collective."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if part is None or part.count == 1:
+        return whole
+    group = world.group_of(part)
+    gathered = whole.new_empty(part.ranks * whole.numel())
+    dist.all_gather_into_tensor(gathered, whole.flatten(), group=group)
+    found = whole.new_empty(part.shape)
+    for number, own in enumerate(gathered.view(part.count, -1, *whole.shape)):
+        part.at(number).put(own[0], found)
+    return found
+
+
+def sum_parts(model: Any, world: World) -> None:
+    """Sum over the ranks that divide layers those gradients of which each has a part; after the last micro-batch.
+
+    They are those of weights of layers that all of them have, and of key heads that some have in common.
+    """
+    params = dict(model.named_parameters())
+    shared = {
+        name: part for name, part in model.parts.items() if part.count < part.ranks and params[name].grad is not None
+    }
+    if not shared:
+        return
+    grads = [params[name].grad.to_local() for name in shared]
+    placed = []  # each gradient at its place among those of other parts, which are zeros here
+    for own, part in zip(grads, shared.values(), strict=True):
+        places = own.new_zeros(part.count, own.numel(), dtype=torch.float32)
+        places[part.number] = own.flatten()
+        placed.append(places.flatten())
+    sums = send(torch.cat(placed), world.device)
+    dist.all_reduce(sums, group=world.tensor)
+    for own, part, found in zip(grads, shared.values(), sums.split([len(each) for each in placed]), strict=True):
+        own.copy_(found.view(part.count, own.numel())[part.number].view_as(own))
 
 
 def check_dtypes(bare: Any, plan: Plan) -> None:
@@ -227,7 +286,7 @@ def _gather_next(unit: FSDPModule, *_: object) -> None:
 # -------------------------------------------------------------------------------------------------- copies of the model
 
 
-def check_replicas(model: nn.Module, world: World, steps_made: int | None = None) -> None:
+def check_replicas(model: Any, world: World, steps_made: int | None = None) -> None:
     """Raise an error unless all copies of the model are bitwise equal; collective.
 
     Only gradients are summed over the copies: copies that differ once would differ forever, without an error. The sums
@@ -241,9 +300,8 @@ def check_replicas(model: nn.Module, world: World, steps_made: int | None = None
     sums = torch.stack([_bit_sum(tensor).to(world.device) for tensor in state.values()])
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])  # float64, in which they are gathered, has 53 bits
     ranks = torch.from_numpy(world.gather(halves.flatten())).unflatten(1, (2, -1))
-    grid = world.mesh.mesh if world.mesh.ndim == 2 else world.mesh.mesh[None]
     for number, (name, tensor) in enumerate(state.items()):
-        copies = grid if isinstance(tensor, DTensor) else grid.reshape(-1, 1)
+        copies = world.holders(tensor, model.parts.get(name))
         found = ranks[:, :, number][copies]
         if (found != found[0]).any():
             number_of_copy, shard, _ = map(int, (found != found[0]).nonzero()[0])

@@ -8,7 +8,7 @@ import resource
 import socket
 import time
 import timeit
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
+from fsdptrain.model.parts import Part
 from fsdptrain.model.varlen import Exchange
-from fsdptrain.parallel.patches import CONTEXT, SIDE
+from fsdptrain.parallel.patches import CONTEXT, EXPERTS, SHARERS, SIDE, TENSOR
 from fsdptrain.plan.gpus import bind_near
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
@@ -31,7 +32,9 @@ from fsdptrain.processes import StopRequest
 POLLS_PER_S = 1000  # requests to rank 0's TCPStore from all ranks together, while they wait for the last one
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 SLOW_S = 0.02  # of a matrix product that measures the speed of a device: on a CPU 256³ has the rate of 1024³
+DIMENSIONS = ("replicate", "shard")  # of a mesh
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class HostCopy:
@@ -65,9 +68,12 @@ class HostCopy:
 class World:
     """All ranks of a run, seen from this one.
 
-    `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
+    `mesh` is ("shard",) or ("replicate", "shard"); `meshes[n]` is the mesh of the ranks that have the same part of what
+    n ranks divide (1: all ranks). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads). `hosts` are the host names of the ranks. `attempt` numbers the times that ranks have met
-    in the run folder. `context` connects the ranks that share rows, None if each has its own.
+    in the run folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in
+    attention, and `tensor` divide the layers; `experts` divide the experts. They are None where there would be one rank
+    in each.
     """
 
     rank: int
@@ -79,6 +85,10 @@ class World:
     hosts: list[str]
     attempt: int = 0
     context: Exchange | None = None
+    tensor: dist.ProcessGroup | None = None
+    experts: dist.ProcessGroup | None = None
+    sharers: dist.ProcessGroup | None = None
+    meshes: dict[int, DeviceMesh] = field(default_factory=dict)
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
@@ -108,10 +118,11 @@ class World:
                 backend, store=tcp_store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
-        mesh = make_mesh(plan, device.type)
-        for group in mesh.get_all_groups():
-            group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
-        context = make_context(plan, timeout)
+        meshes = make_meshes(plan, device.type)
+        for mesh in meshes.values():
+            for group in mesh.get_all_groups():
+                group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
+        groups = make_groups(plan, timeout)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
         own = socket.gethostname(), plan.rundir.newest_attempt()
@@ -119,17 +130,36 @@ class World:
         dist.all_gather_object(ranks, own, group=side)
         hosts, attempts = zip(*ranks, strict=True)
         attempt = max(attempts) + 1
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], attempt, context)
+        size, mesh = topology.world_size, meshes[1]
+        return cls(rank, local_rank, size, device, mesh, side, [*hosts], attempt, meshes=meshes, **groups)
 
     @property
     def replicas(self) -> int:
         """The number of copies of the model."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """The number of this rank's copy of the model, and of its shards in that copy."""
-        return self.mesh.get_local_rank("replicate") if self.mesh.ndim == 2 else 0, self.mesh.get_local_rank("shard")
+    def group_of(self, part: Part) -> dist.ProcessGroup:
+        """Return the ranks that divide a parameter among them, this one included."""
+        group = self.experts if self.tensor is None or self.tensor.size() != part.ranks else self.tensor
+        assert group is not None
+        return group
+
+    def holders(self, tensor: torch.Tensor, part: Part | None = None) -> Ints:
+        """Return which ranks hold the numbers of a parameter or buffer: [copies, pieces].
+
+        Ranks in one column hold the same piece. `part` says of a parameter of a layer that it is divided.
+        """
+        if not isinstance(tensor, DTensor):  # every rank has all of it
+            return np.arange(self.size)[:, None]
+        parts, copies = (part.count, part.ranks // part.count) if part else (1, 1)
+        shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+        ranks = np.arange(self.size).reshape(-1, shards, parts, copies)  # of each replica
+        return ranks.transpose(0, 3, 1, 2).reshape(-1, shards * parts)
+
+    def holders_of_same(self, tensor: torch.Tensor, part: Part | None = None) -> tuple[int, ...]:
+        """Return the ranks that hold the same numbers of a parameter or buffer as this one."""
+        ranks = self.holders(tensor, part)
+        return tuple(ranks[:, (ranks == self.rank).any(0)].ravel().tolist())
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere.
@@ -187,22 +217,51 @@ class World:
         return matrix_rate(self.device, dtype)
 
 
-def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Return the device mesh of the plan's strategy: ("shard",), or ("replicate", "shard").
+def make_meshes(plan: Plan, device_type: str) -> dict[int, DeviceMesh]:
+    """Return `World.meshes`: of the plan's strategy, ("shard",), or ("replicate", "shard").
 
     FSDP2 holds shards of gradients only where they are summed over copies afterwards: one copy counts too.
     """
-    if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
-        return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
+    copies = plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards"
+    names = DIMENSIONS if copies else DIMENSIONS[1:]
+    found: dict[int, DeviceMesh] = {}
+    for ranks in (1, plan.recipe.parallel.tensor, plan.recipe.parallel.experts):
+        shape = [plan.replicas, plan.shard_size]
+        if plan.shard_size % ranks == 0:
+            shape[1] //= ranks
+        else:  # each copy has fewer ranks
+            shape = [plan.topology.world_size // ranks, 1]
+        shape = shape[-len(names) :]
+        if ranks == 1:
+            found[1] = init_device_mesh(device_type, tuple(shape), mesh_dim_names=names)
+        elif ranks not in found:
+            found[ranks] = init_device_mesh(device_type, (*shape, ranks), mesh_dim_names=(*names, "part"))[names]
+    return found
 
 
-def make_context(plan: Plan, timeout: timedelta | None = None) -> Exchange | None:
-    """Return the exchange among the `parallel.context` consecutive ranks that share rows with this one."""
-    if plan.context == 1:
-        return None
-    group, _ = dist.new_subgroups(plan.context, timeout=timeout, group_desc=CONTEXT)
-    return Exchange(group)
+def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
+    """Return `context`, `tensor`, `experts` and `sharers` of this rank's World; collective."""
+    parallel = plan.recipe.parallel
+    every = torch.arange(plan.topology.world_size)
+    rows = every.view(-1, parallel.context, parallel.tensor)
+    ranks = {
+        CONTEXT: rows.mT.flatten(0, 1), TENSOR: rows.flatten(0, 1), SHARERS: rows.flatten(1),
+        EXPERTS: every.view(-1, parallel.experts),
+    }  # fmt: skip
+    found: dict[str, dist.ProcessGroup | None] = {}
+    for name, lists in ranks.items():
+        same = next((other for other in found if lists.equal(ranks[other])), None)
+        if lists.shape[1] == 1 or same:
+            found[name] = found[same] if same else None
+        else:
+            found[name], _ = dist.new_subgroups_by_enumeration(lists.tolist(), timeout=timeout, group_desc=name)
+    context = found[CONTEXT]
+    return {
+        "context": context and Exchange(context),
+        "tensor": found[TENSOR],
+        "experts": found[EXPERTS],
+        "sharers": found[SHARERS],
+    }
 
 
 def first_row(tensor: DTensor) -> int:

@@ -186,25 +186,25 @@ class Plan:
         return self.shard_size == 1 and not self.recipe.fsdp.cpu_offload
 
     @property
-    def context(self) -> int:
+    def ranks_of_row(self) -> int:
         """How many consecutive ranks compute parts of the same rows."""
-        return self.recipe.parallel.context
+        return self.recipe.parallel.ranks_of_row
 
     @property
     def ranks_text(self) -> str:
         """The ranks as a factor of the batch: `8 ranks`, or `4 groups of 2 ranks` that share rows."""
         ranks = counted(self.topology.world_size, "rank")
-        groups = counted(self.topology.world_size // self.context, "group")
-        return ranks if self.context == 1 else f"{groups} of {self.context} ranks"
+        groups = counted(self.topology.world_size // self.ranks_of_row, "group")
+        return ranks if self.ranks_of_row == 1 else f"{groups} of {self.ranks_of_row} ranks"
 
     @property
     def tokens_of_row(self) -> int:
         """The tokens of a row that a rank computes."""
-        return self.recipe.data.seq_len // self.context
+        return self.recipe.data.seq_len // self.ranks_of_row
 
     def part_of_row(self, rank: int) -> int:
         """Return the number of the part of a row that a rank computes, from 0."""
-        return rank % self.context
+        return rank % self.ranks_of_row
 
     def state_bytes(self, weights: Collection[Weight]) -> int:
         """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
@@ -293,7 +293,7 @@ class Plan:
             return problem
         if train.steps is not None or train.global_batch_size <= sequences:
             return None
-        counts = {each.topology.world_size // self.context for each in self.on_each_number()}
+        counts = {each.topology.world_size // self.ranks_of_row for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
         most = sequences // unit * unit
         power = unit << max(0, (most // unit).bit_length() - 1)
@@ -327,10 +327,10 @@ class Plan:
     def micro_batches(self, step: int, rank: int) -> list[range]:
         """Return the positions that `rank` computes in `step`, for each micro-batch a range of `micro_batch_size`.
 
-        Of each row it computes a part, if `parallel.context` ranks share it.
+        Of each row it computes a part, if several ranks share it.
         """
-        micro, groups = self.recipe.train.micro_batch_size, self.topology.world_size // self.context
-        first = step * self.recipe.train.global_batch_size + rank // self.context * micro
+        micro, groups = self.recipe.train.micro_batch_size, self.topology.world_size // self.ranks_of_row
+        first = step * self.recipe.train.global_batch_size + rank // self.ranks_of_row * micro
         return [range(first + i * groups * micro, first + i * groups * micro + micro) for i in range(self.accumulation)]
 
     def identity(self) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def divided_among_ranks(recipe: Recipe, topology: Topology) -> dict[str, Any]:
         "replicas": world // shard_size,
         "shard_size": shard_size,
         "accumulation": recipe.train.global_batch_size
-        * recipe.parallel.context
+        * recipe.parallel.ranks_of_row
         // (recipe.train.micro_batch_size * world),
     }
 
@@ -554,17 +554,21 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     """Check that rows, batches and copies of the model divide among the ranks."""
-    train, context, node, world = recipe.train, recipe.parallel.context, topology.nproc_per_node, topology.world_size
-    problems, unit = [], _sequences(recipe, world)
-    # The ranks that share a row are on one node, or on several whole ones.
-    if node % context and (context % node or world % context):
-        near = ", ".join(str(n) for n in range(1, min(node, 1024) + 1) if node % n == 0)
-        message = f"{context} does not divide the {node} ranks of a node; use one of {near}"
-        problems.append(Problem(message, "parallel.context"))
+    train, parallel, node, world = recipe.train, recipe.parallel, topology.nproc_per_node, topology.world_size
+    problems, unit, shared = [], _sequences(recipe, world), parallel.ranks_of_row
+    near = ", ".join(str(n) for n in range(1, min(node, 1024) + 1) if node % n == 0)
+    of_node = f"the {node} ranks of a node; use one of {near}"
+    # The ranks that share a row are on one node, or on several whole ones; those that divide layers are on one.
+    if node % parallel.tensor:
+        problems.append(Problem(f"{parallel.tensor} does not divide {of_node}", "parallel.tensor"))
+    elif node % shared and (shared % node or world % shared):
+        product = f"{parallel.context} × parallel.tensor {parallel.tensor}" if parallel.tensor > 1 else shared
+        problems.append(Problem(f"{product} does not divide {of_node}", "parallel.context"))
     elif train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit
         near = " or ".join(str(size) for size in (below, below + unit) if size)
-        ranks = f"{world} ranks" if context == 1 else f"{world} ranks / parallel.context {context}"
+        keys = [f" / parallel.{key} {n}" for key in ("context", "tensor") if (n := getattr(parallel, key)) > 1]
+        ranks = "".join([f"{world} ranks", *keys])
         message = (
             f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of "
             f"{train.micro_batch_size}; use {near}"
@@ -574,11 +578,15 @@ def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     if world % size:
         near = ", ".join(str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0)
         problems.append(Problem(f"{size} does not divide {world} ranks; use one of {near}", "fsdp.shard_size"))
+    experts = parallel.experts
+    if world % experts or (node % experts and experts % node):
+        near = ", ".join(str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0 == min(node % n, n % node))
+        problems.append(Problem(f"{experts} does not divide {world} ranks; use one of {near}", "parallel.experts"))
     return problems
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:
-    return recipe.train.micro_batch_size * ranks // recipe.parallel.context
+    return recipe.train.micro_batch_size * ranks // recipe.parallel.ranks_of_row
 
 
 def _shard_size(recipe: Recipe, topology: Topology) -> int:

@@ -113,6 +113,7 @@ MEASURES = {
     "step.grad_norm": Measure("Gradient norm", smooth=True),
     "step.positions_per_s": Measure("Throughput", rate, smooth=True, from_zero=True),
     "step.mfu": Measure("MFU, %", "{:.1f}%".format, smooth=True, from_zero=True, unit=0.01),
+    "step.expert_load": Measure("Tokens of the busiest expert, times the mean", "{:.2f}".format, from_zero=True),
 }
 SMOOTHED = "smoothed over a twentieth of the values, at most 500"
 BY_SOURCE = "losses."  # the held-out loss of each source, in the `eval` events of a mixture

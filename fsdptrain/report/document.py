@@ -132,6 +132,9 @@ def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
         cost = f"· {short(trained_s * run.start['world_size'] / 3600)} GPU-hours"
     yield "Label tokens", short(run.totals["total_tokens"]), f"in {duration(trained_s)} {cost}"
     yield "Throughput", rate(run.totals["total_positions"] / max(trained_s, 1e-9)), f"{last['mfu']:.1%} MFU"
+    if loads := [record["expert_load"] for record in steps if "expert_load" in record]:
+        remark = f"times the mean of its layer, at most {max(loads):.2f}; no token is dropped"
+        yield "Tokens of the busiest expert", f"{loads[-1]:.2f}", remark
     peak = max(record["peak_memory_bytes"] for record in steps)
     yield "Peak memory", size(peak), f"of {size(run.start['device_memory_bytes'])}"
 

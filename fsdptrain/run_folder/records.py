@@ -113,7 +113,7 @@ EVENTS = {
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
             "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
-            "loss_scale": NUMBER, **PREFERENCES,
+            "loss_scale": NUMBER, "expert_load": NUMBER, **PREFERENCES,
         },
         undone=True, tracked=True, trains=True,
     ),

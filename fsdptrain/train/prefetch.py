@@ -45,7 +45,7 @@ class StepInputs:
 def batches_of(plan: Plan, stream: Stream, step: int, rank: int) -> list[Batch]:
     """Return the micro-batches that a rank computes in a step: of ranks that share rows, its part of each."""
     whole = (stream.batch(positions) for positions in plan.micro_batches(step, rank))
-    return [part_of_rows(batch, plan.part_of_row(rank), plan.context) for batch in whole]
+    return [part_of_rows(batch, plan.part_of_row(rank), plan.ranks_of_row) for batch in whole]
 
 
 class Prefetch:

@@ -27,11 +27,13 @@ from fsdptrain.model.adapters import (
 )
 from fsdptrain.model.attention import choose_attention, mask_note
 from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold
+from fsdptrain.model.expert_parallel import check_experts
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.patches import UNBOUNDED, accept_documents
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.tensor_parallel import check_layers
 from fsdptrain.model.units import (
     Unit,
     base_name,
@@ -157,6 +159,8 @@ def prepare_model(
         lambda: check_added_rows(plan, trained),
         lambda: check_base_config(plan, config),
         lambda: check_dtypes(bare, plan),
+        lambda: check_layers(bare, plan.recipe.parallel.tensor),
+        lambda: check_experts(bare, plan.recipe.parallel.experts),
         lambda: layers_in_float8(trained, plan.recipe),
         lambda: plan.recipe.train.loss == "chunked" and after_head(bare),
         lambda: model_flops(bare, 1, plan.recipe.data.seq_len),
@@ -236,7 +240,7 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     threshold = longrope_threshold(config, seq_len)
     padding = [0, 0] if threshold else [3, seq_len - 1]
     beside = [[*long, *short, *padding] if together else [*short, *padding]]
-    if recipe.train.micro_batch_size > 1 or plan.context > 1:
+    if recipe.train.micro_batch_size > 1 or plan.ranks_of_row > 1:
         beside.append([*range(len(beside[0]) - 1), seq_len - 1])
     # Compare the short document alone with itself before padding, after another one, and beside longer positions.
     try:

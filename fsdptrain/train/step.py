@@ -25,11 +25,13 @@ from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
+from fsdptrain.model.expert_parallel import ExpertLoads
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
 from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.skeleton import seed_of
-from fsdptrain.parallel.shard import begin_micro_batch, use_whole_shards
+from fsdptrain.model.tensor_parallel import divides_attention
+from fsdptrain.parallel.shard import begin_micro_batch, sum_parts, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.optim import LossScale, assert_dtypes, part_of
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 10],
+    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 11],
     or more with measures.
     """
 
@@ -56,14 +58,14 @@ class QueuedStep:
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    In float16 `loss_scale` is that of the step, else 1. If the gradient overflowed with it, `grad_norm` is not finite,
-    and the step has changed only the scale. `reserved_memory` is the largest of all ranks, in bytes. `step_s` are this
-    rank's seconds, its wait for data included, from the later of the beginning of this step and the end of the one
-    before; steps that are read together share their mean. `usual_step_s` is that of the slowest rank when it last read,
-    0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the allocator since the process
-    began; `data_s` (the wait for data, 0 if the device had work left from the step before) and `compute_s` (the forward
-    passes of the decoder layers) in seconds. `measures` are the means of MEASURES over the pairs, if it learns from
-    them.
+    In float16 `loss_scale` is that of the step, else 1. If the gradient overflowed with it, `grad_norm` is not
+    finite, and the step has changed only the scale. `reserved_memory` is the largest of all ranks, in bytes.
+    `step_s` are this rank's seconds, its wait for data included, from the later of the beginning of this step and
+    the end of the one before; steps that are read together share their mean. `usual_step_s` is that of the slowest
+    rank when it last read, 0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the
+    allocator since the process began; `data_s` (the wait for data, 0 if the device had work left from the step
+    before) and `compute_s` (the forward passes of the decoder layers) in seconds. `expert_load` is that of
+    `ExpertLoads`. `measures` are the means of MEASURES over the pairs, if it learns from them.
     """
 
     loss: float
@@ -77,6 +79,7 @@ class StepStats:
     alloc_retries: list[int]
     data_s: list[float]
     compute_s: list[float]
+    expert_load: float = 0.0
     measures: dict[str, float] = field(default_factory=dict)
 
 
@@ -101,8 +104,10 @@ class Engine:
         self.steps_made, self.on_progress = steps_made, on_progress
         use_whole_shards(model, plan)
         self._clock = LayerClock(model, world.device)
+        self._loads = ExpertLoads(model, world.device)
         parts = named_parts(optimizer)
-        self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
+        trained = [(name, param) for name, param in model.named_parameters() if name in parts]
+        self._params = [(param, parts[name]) for name, param in trained]
         self._shard_device = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
         self._found_inf = plan.recipe.optim.name.traits.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
@@ -113,8 +118,16 @@ class Engine:
         self._read_at = 0.0  # when a step was last read
         self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
+        # What ranks that divide layers have in common counts once in the norm, as the copies of the model do.
+        divided: Any = model.parts
+        copies = [len(world.holders(param, divided.get(name))) for name, param in trained]
+        shares = torch.tensor([world.replicas / count for count in copies], dtype=torch.float64)
+        self._norm_shares = send(shares, self._shard_device)
         pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
         self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
+        # Ranks with heads of their own have them for all tokens of their group.
+        whole = world.tensor is not None and not divides_attention(model) and world.sharers is not None
+        self._exchange = varlen.Exchange(world.sharers) if whole and world.sharers else world.context
         self._bounds_recurrences = bool(accept_documents(model)) and plan.recipe.documents_share_sequences
 
     def step(
@@ -129,16 +142,17 @@ class Engine:
         began = time.perf_counter() - data_s
         loss = self.accumulate(step, batches, divisor)
         # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
+        sum_parts(self.model, self.world)
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
-        square = torch.stack(norms).double().square().sum()
+        square = (torch.stack(norms).double().square() * self._shares_of_norm()).sum()
         scale = self.loss_scale.value.double()[None] if self.loss_scale else self._no_scale
         # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
         memory = (self.world.peak_memory(), *self.world.allocator_counts())
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         unscaled = square / scale.square() if self.loss_scale else square[None]
         numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
-        numbers.append(self._measures / (divisor or 1))
+        numbers += [self._loads.largest_over_mean()[None], self._measures / (divisor or 1)]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._shard_device)
@@ -160,7 +174,7 @@ class Engine:
     def _stats(self, queued: QueuedStep) -> StepStats:
         """Return what a step measured. Raises NonFiniteError as `read` does."""
         losses, squares, scales, stops, peaks, *others = queued.numbers.read().T
-        reserved, retries, data_seconds, compute_seconds, usual, *measures = others
+        reserved, retries, data_seconds, compute_seconds, usual, loads, *measures = others
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
         if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
@@ -178,6 +192,7 @@ class Engine:
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
+            expert_load=float(loads[0]),
             measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
         )
 
@@ -236,14 +251,14 @@ class Engine:
             inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
         if self._bounds_recurrences:
             inputs["packed_documents"] = batch["documents"]
-        if self.world.context is not None:
-            inputs["context"] = self.world.context
+        if self._exchange is not None:
+            inputs["context"] = self._exchange
         return inputs
 
     def _loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
         train = self.plan.recipe.train
         if train.objective == "dpo":
-            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.context)
+            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.sharers)
             self._measures += measures
             return loss
         inputs = self._inputs(batch)
@@ -264,6 +279,11 @@ class Engine:
             return found
         logits = self.model(**inputs).logits.flatten(0, 1).float()
         return -functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
+
+    def _shares_of_norm(self) -> torch.Tensor:
+        """Return the weight of each gradient's square in the norm, times the number of copies of the model."""
+        own = [number for number, (param, _) in enumerate(self._params) if param.grad is not None]
+        return self._norm_shares if len(own) == len(self._params) else self._norm_shares[own]
 
     def local_grads(self) -> list[torch.Tensor]:
         """Return this rank's shard of every gradient."""
@@ -336,7 +356,7 @@ class Engine:
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
-        size, context = self.plan.recipe.train.micro_batch_size, self.plan.context
+        size, context = self.plan.recipe.train.micro_batch_size, self.plan.ranks_of_row
         groups = self.world.size // context
         rounds = -(-len(numbers) // (groups * size))
         mine = [*numbers[self.world.rank // context :: groups]]
@@ -356,7 +376,7 @@ class Engine:
             for i, mine in enumerate(shares):
                 on_batch(i, len(shares))
                 batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
-                sums, _ = answer_sums(self._log_probs(batch), batch, self.world.context)
+                sums, _ = answer_sums(self._log_probs(batch), batch, self.world.sharers)
                 rows.append(corpus.rows_of(mine))
                 found.append(sums.cpu())
                 self.on_progress()
@@ -364,7 +384,7 @@ class Engine:
 
     def _own_part(self, batch: Batch) -> Batch:
         """Return this rank's part of each row."""
-        return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.context)
+        return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
         """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
@@ -386,7 +406,7 @@ class Engine:
 
         Every rank computes all of them, and gets those of the first one that has the end of a row; collective.
         """
-        part = rows.seq_len // self.plan.context
+        part = rows.seq_len // self.plan.ranks_of_row
         lasts = (rows.pieces[:, 1] - 1 - part * self.plan.part_of_row(self.world.rank)).tolist()
         found: list[int] = []
         with self.forward_only():
@@ -400,7 +420,7 @@ class Engine:
                 best = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).tolist()
                 found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=True)]
         ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))
-        return [int(token) for token in ranks[: self.plan.context].max(axis=0)]
+        return [int(token) for token in ranks[: self.plan.ranks_of_row].max(axis=0)]
 
     def _micro_batches(self, rows: Corpus) -> Iterator[list[int]]:
         """Yield the numbers of all sequences, as many at a time as a micro-batch has; report progress after each."""

@@ -288,6 +288,7 @@ class Trainer:
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
                 **({"loss_scale": stats.loss_scale} if self.engine.loss_scale else {}),
+                **({"expert_load": stats.expert_load} if stats.expert_load else {}),
                 tokens=label_tokens,
                 tokens_per_s=label_tokens / stats.step_s,
                 positions_per_s=len(positions) * seq_len / stats.step_s,
@@ -346,7 +347,7 @@ class Trainer:
         samples: dict[str, list[int]] = {}
         for rank, number, what in find_sources(self.engine, inputs.step, inputs.batches, inputs.divisor):
             first = rank - self.plan.part_of_row(rank)
-            others = [other for other in range(first, first + self.plan.context) if other != rank]
+            others = [other for other in range(first, first + self.plan.ranks_of_row) if other != rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
             micro_batch = self.plan.micro_batches(inputs.step, rank)[number]
             samples.setdefault(f"{what} on rank {rank}{shared}", []).extend(self.stream.at(micro_batch))
@@ -403,7 +404,7 @@ class Trainer:
         plan, tokenizer, prompts = self.plan, self.inputs.tokenizer, self.inputs.prompts
         most, seq_len = plan.recipe.eval.max_new_tokens, plan.recipe.data.seq_len
         # A compiled model and ranks that share rows compute the shape of training, the others what is needed.
-        if not plan.compiles and plan.context == 1:
+        if not plan.compiles and plan.ranks_of_row == 1:
             seq_len = min(seq_len, -(-(max(map(len, prompts)) + most) // LENGTHS_OF_PROMPTS) * LENGTHS_OF_PROMPTS)
         written: list[list[int]] = [[] for _ in prompts]
         growing = [*range(len(prompts))]
@@ -456,7 +457,7 @@ class Trainer:
 
     def compare_copies(self, done: int) -> None:
         """Raise WorkerLost if the copies of the model differ after `done` steps, once earlier saves are complete."""
-        if self.world.replicas == 1:
+        if self.world.replicas == 1 and self.world.tensor is None:
             return
         try:
             check_replicas(self.engine.model, self.world, done)

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from fsdptrain.checkpoint.manifest import (
     with_checksum,
 )
 from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
-from fsdptrain.checkpoint.shards import CheckpointReader, Shard, shard_of, share_of_copy
+from fsdptrain.checkpoint.shards import CheckpointReader, Shard, shard_of, share_of_rank
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, from_record, to_record
 from fsdptrain.run_folder.ownership import write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir
@@ -259,7 +260,7 @@ def test_a_run_folder_with_links_out_of_it_is_refused(what: str, run: RunDir, tm
 def shards(run: RunDir) -> dict[str, Shard]:
     """Return empty shards for every tensor of a good checkpoint of the run."""
     with CheckpointReader(run.checkpoint(run.checkpoint_steps()[0])) as reader:
-        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in reader.shapes.items()}
+        return {name: Shard.of_rows(torch.empty(shape), 0, shape) for name, shape in reader.shapes.items()}
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
@@ -274,24 +275,36 @@ def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], objec
     assert checkpoint_problems(folder) == []
 
 
+def at(first: int, *shape: int, rows: int | None = None) -> list[Any]:
+    """Return the place of some rows of a tensor, all by default."""
+    counts = (shape[0] if rows is None else rows, *shape[1:]) if shape else ()
+    return [[*shape], [[[0, 0 if n else first, count] for n, count in enumerate(counts)]]]
+
+
 NORM, HEAD = "model.model.norm.weight", "model.lm_head.weight"
 FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "no places": lambda tensors, places: places.clear(),
     "places of others": lambda tensors, places: places.pop(NORM),
-    "a place too many": lambda tensors, places: places.update(more=[0, 1]),
+    "a place too many": lambda tensors, places: places.update(more=at(0, 1)),
     "a place of nothing": lambda tensors, places: places.update({NORM: []}),
-    "a place of words": lambda tensors, places: places.update({NORM: ["0", 64]}),
-    "a negative place": lambda tensors, places: places.update({NORM: [-1, 64]}),
-    "beyond the end": lambda tensors, places: places.update({HEAD: [300, *places[HEAD][1:]]}),
-    "over another": lambda tensors, places: places.update({HEAD: [1, *places[HEAD][1:]]}),
+    "no box": lambda tensors, places: places[NORM].__setitem__(1, []),
+    "a box twice": lambda tensors, places: places[NORM][1].append(places[NORM][1][0]),
+    "a box of words": lambda tensors, places: places.update({NORM: [[64], [[["0", 0, 32]]]]}),
+    "a place of words": lambda tensors, places: places.update({NORM: "0"}),
+    "a negative place": lambda tensors, places: places.update({NORM: at(-1, 64, rows=32)}),
+    "beyond the end": lambda tensors, places: places.update({HEAD: at(300, 512, 64, rows=256)}),
+    "over another": lambda tensors, places: places.update({HEAD: at(1, 512, 64, rows=256)}),
+    "other columns than another": lambda tensors, places: places.update(
+        {HEAD: [[512, 64], [[[0, 0, 256], [0, 8, 64]]]]}
+    ),
     "half of the rows twice": lambda tensors, places: tensors.update({HEAD: torch.ones(512, 64)}),
-    "endless rows": lambda tensors, places: places.update({HEAD: [0, 2**62, 64]}),
-    "other columns": lambda tensors, places: places.update({HEAD: [0, 512, 65]}),
-    "more dimensions": lambda tensors, places: places.update({NORM: [0, 64, 1]}),
+    "endless rows": lambda tensors, places: places.update({HEAD: at(0, 2**62, 64, rows=256)}),
+    "other columns": lambda tensors, places: places.update({HEAD: at(0, 512, 65, rows=256)}),
+    "more dimensions": lambda tensors, places: places.update({NORM: at(0, 64, 1, rows=32)}),
     "rows missing": lambda tensors, places: tensors.update({HEAD: tensors[HEAD][:-1].clone()}),
     "half in another dtype": lambda tensors, places: tensors.update({HEAD: tensors[HEAD].to(torch.bfloat16)}),
-    "a scalar": lambda tensors, places: (tensors.update({NORM: torch.tensor(1.0)}), places.update({NORM: [0]})),
-    "a tensor of its own": lambda tensors, places: (tensors.update(x=torch.ones(2)), places.update(x=[0, 2])),
+    "a scalar": lambda tensors, places: (tensors.update({NORM: torch.tensor(1.0)}), places.update({NORM: at(0)})),
+    "a tensor of its own": lambda tensors, places: (tensors.update(x=torch.ones(2)), places.update(x=at(0, 2))),
     "a tensor less": lambda tensors, places: (tensors.pop(NORM), places.pop(NORM)),
 }
 
@@ -516,7 +529,7 @@ def test_what_is_being_written_does_not_change_with_the_next_step(tmp_path: Path
     checkpointer, weights = Checkpointer(plan.rundir, plan, world, {}, lambda *_, **__: None), torch.ones(3)
     for wait, kept in ((True, 0.0), (False, 1.0)):  # no step is made while the run waits
         weights.fill_(1.0)
-        staged = checkpointer._copy_to_host({"x": Shard(weights, 0, (3,))}, wait)
+        staged = checkpointer._copy_to_host({"x": Shard.of_rows(weights, 0, (3,))}, wait)
         weights.zero_()
         assert staged["x"].local.tolist() == [kept] * 3
 
@@ -534,14 +547,20 @@ def test_pinned_memory_of_gpu_tensors() -> None:
 
 @pytest.mark.parametrize("copies", [1, 2, 128])
 def test_the_copies_of_a_model_share_what_they_write(copies: int) -> None:
-    shards = {f"layers.{n}.weight": Shard(torch.zeros(10 + n % 7, 4), 0, (64, 4)) for n in range(640)}
-    shards["buffer"] = Shard(torch.zeros(8), 0, (8,))
-    for first in (True, False):  # the first shard of each copy, and another
-        shares = [share_of_copy(shards, copy, copies, writes_whole=first) for copy in range(copies)]
-        written = [name for share in shares for name in share]
-        assert sorted(written) == sorted(shards.keys() - (set() if first else {"buffer"}))
-        sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
-        assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more
+    # Each copy has two shards; a buffer is on every rank.
+    holders = [tuple(range(first, 2 * copies, 2)) for first in (0, 1)]
+    shares: list[dict[str, Shard]] = []
+    for rank in range(2 * copies):
+        rows = {f"layers.{n}.weight": Shard.of_rows(torch.zeros(10 + n % 7, 4), 0, (64, 4)) for n in range(640)}
+        shards = {name: replace(shard, holders=holders[rank % 2]) for name, shard in rows.items()}
+        shards["buffer"] = replace(Shard.of_rows(torch.zeros(8), 0, (8,)), holders=tuple(range(2 * copies)))
+        shares.append(share_of_rank(shards, rank))
+    for first in (0, 1):
+        written = [name for share in shares[first::2] for name in share if name != "buffer"]
+        assert sorted(written) == sorted(f"layers.{n}.weight" for n in range(640))
+    assert sum("buffer" in share for share in shares) == 1
+    sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from fsdptrain.forecast.device import Backend, PretendStream, pretend_world
 from fsdptrain.forecast.kernels import cuda_attention
 from fsdptrain.forecast.patches import fake_tensor_patches
 from fsdptrain.forecast.recorder import Recorder
-from fsdptrain.inference.opened import opened_model
+from fsdptrain.inference import opened
 from fsdptrain.model.patches import BOUNDS, within_documents
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
@@ -127,6 +127,8 @@ def steps(folder: Path) -> None:
     on_fake(plan_of(folder, data__packing="none"))
     be_strict(CUDA.type)
     kept = {"kind": "full", "offload": True, "keep_attention": True}
+    small = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    mixture = {**small, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     for changes in (
         {},
         {"fsdp__activation_checkpointing": kept, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
@@ -134,8 +136,10 @@ def steps(folder: Path) -> None:
         {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16},
         {"data__packing": "none", "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
         {**PAIRS, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
+        {"parallel__tensor": 2, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
+        {"parallel__experts": 2, "model__config": mixture, "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
     ):
-        plan = plan_of(folder, device="cuda", model__config=SMALL | {"num_hidden_layers": 2}, **changes)
+        plan = plan_of(folder, device="cuda", **{"model__config": small, **changes})
         print("steps", changes, dict(waits.waits(*waits.recorded(plan, 2, CUDA), 2)), flush=True)
 
 
@@ -249,8 +253,12 @@ def recurrences(folder: Path) -> None:
 
 
 def inferences(folder: Path) -> None:
-    """Open a folder as `eval` and `chat` do; it has no model."""
-    with contextlib.suppress(RecipeError), opened_model(RunDir(folder), None, None, False, Screen(quiet=True)):
+    """Open a folder as `eval` and `chat` do; its model has no weights, and it has no tokenizer."""
+    with (
+        mock.patch.object(opened, "open_model", lambda *_, **__: torch.nn.Identity()),
+        contextlib.suppress(RecipeError),
+        opened.opened_model(RunDir(folder), None, None, False, Screen(quiet=True)),
+    ):
         pass
     print("inferences", flush=True)
 

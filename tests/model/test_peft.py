@@ -356,7 +356,7 @@ def test_adapters_of_peft_are_continued_however_their_layers_were_chosen(how: st
     found = ready.trained
     read_weights(found, ready.bare, plan, torch.device("cpu"), lambda *_: None)
     allocate(found, torch.device("cpu"))
-    start_adapters(found, plan, lambda param, whole: param.detach().copy_(whole))
+    start_adapters(found, plan, lambda model, name, whole: model.get_parameter(name).detach().copy_(whole))
     with torch.no_grad():
         assert torch.allclose(found.eval()(ids).logits, expected.eval()(ids).logits, atol=1e-5)
     expected.save_pretrained(folder, save_embedding_layers=True)

@@ -123,8 +123,8 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monke
     assert lines["run"] == f"{written.recipe.name}: new, in run"
     numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
     size, groups, *shared, micro_batches, micro_batch, tokens = numbers
-    assert (shared or [1]) == [plan.context]
-    ranks = groups * plan.context
+    assert (shared or [1]) == [plan.ranks_of_row]
+    ranks = groups * plan.ranks_of_row
     assert size == groups * micro_batches * micro_batch == written.recipe.train.global_batch_size
     assert tokens == size * written.recipe.data.seq_len
     assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]

@@ -107,13 +107,19 @@ def test_eight_ranks_share_rows(recipe: Path, tmp_path: Path) -> None:
 
 
 def assert_options_agree(
-    options: dict[str, list[str]], recipe: Path, tmp: Path, limit: float = LIMIT, **how: Any
+    options: dict[str, list[str]],
+    recipe: Path,
+    tmp: Path,
+    limit: float = LIMIT,
+    share: str = TWO,
+    apart: float = 1e-5,
+    **how: Any,
 ) -> None:
     """Assert that with each option evaluations, curves and logits are the same with shared rows as without."""
     variants = {}
     for name, words in options.items():
         words = [word.replace("${..}", str(recipe.parent)) for word in words]
-        variants |= {name: words, f"{name}, shared": [*words, TWO]}
+        variants |= {name: words, f"{name}, shared": [*words, share]}
     wrong = list[str]()
     found = on_ranks(2, "shared_rows", tmp, recipe=str(recipe), variants=variants, steps=2, **how)[0]
     for name in options:
@@ -123,10 +129,10 @@ def assert_options_agree(
             continue
         own, shared = found[name], found[f"{name}, shared"]
         loss, norm = largest_difference(shared["curve"], own["curve"])
-        apart = np.abs(np.array(shared["logits"]) - np.array(own["logits"])).max()
-        print(f"{name:32} loss {loss:.1e}  norm {norm:.1e}  logits {apart:.1e}")
+        off = np.abs(np.array(shared["logits"]) - np.array(own["logits"])).max()
+        print(f"{name:32} loss {loss:.1e}  norm {norm:.1e}  logits {off:.1e}")
         evaluated = abs(shared["evaluation"] / own["evaluation"] - 1)
-        if max([evaluated, *[loss, norm] * (name not in DRAWS)]) > limit or apart > 1e-5:
+        if max([evaluated, *[loss, norm] * (name not in DRAWS)]) > limit or off > apart:
             wrong.append(name)
     assert not wrong
 
@@ -224,7 +230,7 @@ REFUSED = {  # what the recipe says → what the message says
 
 def test_ranks_of_several_whole_nodes_can_share_a_row(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    assert make_plan(load(recipe, [FOUR]), Topology("cpu", 2, 2)).context == 4
+    assert make_plan(load(recipe, [FOUR]), Topology("cpu", 2, 2)).ranks_of_row == 4
     with pytest.raises(RecipeError, match=r"4 does not divide the 3 ranks of a node; use one of 1, 3"):
         make_plan(load(recipe, [FOUR]), Topology("cpu", 4, 3))
 

@@ -1,0 +1,290 @@
+"""Tensor parallelism: the ranks of a group divide the matrices of every decoder layer.
+
+Between blocks (attention, MLP, experts) they are ranks that share rows: each has its own tokens. A block gathers the
+tokens of the group, computes with this rank's heads or features, and gives the sum over the ranks back, to each rank
+for its own tokens (sequence parallelism, Korthikanti et al., arXiv:2205.05198):
+
+    own tokens ─> gather ─> q, k, v ─> attention ─> o ─> sum and return ─> own tokens
+
+So embedding, head and loss are as without tensor parallelism, and one rule holds for every weight of a layer that is
+not divided, in a block (norms of queries) or beside it: its gradient on a rank is a part, to be summed over the group.
+
+Which matrices are divided, and how, is what transformers lists for an architecture (`base_model_tp_plan`). Attention
+that it does not divide exchanges heads for tokens, as with `parallel.context`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.model.parts import IN, OUT, Part, keep_own_parts
+from fsdptrain.model.units import decoder_layers, full_name
+
+EXPERTS = "moe_tp_experts"
+GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"  # what is between them, every rank computes as a whole
+FIRST, LAST = ("colwise", GATHERED), ("rowwise", SPLIT)  # of the layers of a block
+DIVIDED = {**dict.fromkeys((*FIRST, "packed_colwise"), OUT), **dict.fromkeys(LAST, IN)}
+WHOLE = {
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+}  # weights that every rank has: all such gradients are summed
+
+
+def styles(model: Any) -> Iterator[tuple[str, str]]:
+    """Yield the modules and parameters of the decoder layers that transformers divides among ranks: (name, style)."""
+    plan: dict[str, str] = model.tp_plan or {}
+    apart = [f"{name}." for name in model.divided_experts]
+    for layer_name, layer in decoder_layers(model):
+        for name in [*(name for name, _ in layer.named_modules()), *(name for name, _ in layer.named_parameters())]:
+            whole = full_name(layer_name, name)
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", whole))
+            if style and not f"{whole}.".startswith(tuple(apart)):
+                yield whole, style
+
+
+def check_layers(model: Any, ranks: int) -> None:
+    """Raise RecipeError, which names the obstacle, if ranks cannot divide the layers of a skeleton."""
+    if ranks > 1 and (reason := _obstacle(model, ranks)):
+        message = f"{ranks} ranks cannot divide the layers of {type(model).__name__}: {reason}"
+        raise RecipeError([Problem(message, "parallel.tensor")])
+
+
+def _obstacle(model: Any, ranks: int) -> str | None:
+    found = dict(styles(model))
+    if not found:
+        return "transformers has no plan for it (base_model_tp_plan)"
+    blocks = {_block(name) for name, style in found.items() if style in FIRST}
+    for name, style in found.items():
+        module = _module(model, name)
+        if style not in {*DIVIDED, *WHOLE, EXPERTS}:
+            return f"{name} would be divided in a way that is not supported ({style})"
+        if style == EXPERTS and (getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)):
+            return f"the weights of {name} are transposed or have biases"
+        if style in (*FIRST, *LAST) and module is not None and type(module).forward != nn.Linear.forward:
+            return f"{name} is no linear layer"
+        if style in LAST and module is not None and _block(name) not in blocks:
+            return f"of {_block(name)} only the last layer is divided"
+        block: Any = model.get_submodule(_block(name))
+        results = getattr(module, "out_features", 0)
+        if style == "colwise" and (heads := _heads(block, results)) and heads % ranks and ranks % heads:
+            return f"{name} has {heads} heads"
+        if getattr(block, "activation_sparsity", 0):  # gemma3n
+            return f"{_block(name)} compares its features with one another"
+    for name, part in _parts(model, ranks, 0).items():
+        if (size := part.shape[part.dim]) % (part.count * len(part.spans)):
+            return f"{name} has {size} {'results' if part.dim == OUT else 'inputs'}"
+    return None
+
+
+def divides_attention(model: Any) -> bool:
+    """Return whether the ranks of a group have heads of their own in attention."""
+    names = [name for name, style in styles(model) if style in LAST and _module(model, name)]
+    return any("Attention" in type(model.get_submodule(_block(name))).__name__ for name in names)
+
+
+def _module(model: Any, name: str) -> nn.Module | None:
+    """Return the module of this name; None if it is a parameter."""
+    try:
+        found: nn.Module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return found
+
+
+def _block(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _parts(model: Any, ranks: int, rank: int) -> dict[str, Part]:
+    """Return which part of each divided parameter of a skeleton this rank of the group has."""
+    parts: dict[str, Part] = {}
+    for name, style in styles(model):
+        if style not in DIVIDED:
+            continue
+        module = _module(model, name)
+        tensors = {name: model.get_parameter(name)} if module is None else dict(module.named_parameters(prefix=name))
+        for each, tensor in tensors.items():
+            if tensor.ndim == 1 and style in LAST:
+                continue  # a bias, which every rank adds to its own tokens
+            dim = DIVIDED[style] if tensor.ndim > 1 else IN
+            heads = _heads(model.get_submodule(_block(name)), tensor.shape[dim]) if style == "colwise" else 0
+            count = heads if heads and ranks % heads == 0 else ranks
+            packed = 2 if style == "packed_colwise" else 1
+            parts[each] = Part.of(tuple(tensor.shape), dim, rank * count // ranks, count, ranks, packed)
+    return parts
+
+
+def _heads(block: Any, results: int) -> int:
+    """Return the number of heads in the results of a layer of attention; 0 in another block."""
+    size = getattr(block, "head_dim", None)
+    return results // size if isinstance(size, int) and size and results % size == 0 else 0
+
+
+def divide_layers(model: Any, ranks: int, rank: int) -> None:
+    """Replace the divided parameters of a skeleton by this rank's parts."""
+    keep_own_parts(model, _parts(model, ranks, rank))
+
+
+def connect_blocks(model: Any, group: dist.ProcessGroup) -> None:
+    """Let the blocks of a skeleton with divided layers exchange tokens; its adapters are in place."""
+    for name, style in [*styles(model)]:
+        module: Any = _module(model, name)
+        if style == EXPERTS:  # tokens, their experts, and the weights of these
+            module.forward = _summed(module.forward, group)
+            module.forward = _with_all_tokens(module.forward, group, 3)
+        elif style == GATHERED:
+            module.forward = _with_all_features(module.forward, group)
+        elif style in LAST and module is not None:
+            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            if base is not module and base.bias is not None:
+                raise RecipeError(f"adapter.target: {name} has a bias, with which it cannot be divided: leave it out")
+            base.forward = functools.partial(_without_bias, base)
+            if style == SPLIT:
+                module.forward = _with_own_features(module.forward, group)
+            module.forward = _summed(module.forward, group, base)
+            block = model.get_submodule(_block(name))
+            block.forward = _with_all_tokens(block.forward, group, 1)
+    if divides_attention(model):
+        for module in model.modules():
+            if any(re.search("inv_freq|embed_positions", key) for key, _ in module.named_buffers(recurse=False)):
+                module.forward = _with_all_positions(module.forward, group)
+
+
+def note_whole_weights(model: Any, ranks: int) -> None:
+    """Note in `model.parts` the weights of layers that all ranks of a group have."""
+    for layer_name, layer in decoder_layers(model):
+        for name, param in layer.named_parameters(prefix=layer_name):
+            model.parts.setdefault(name, Part.of(tuple(param.shape), IN, 0, 1, ranks))
+
+
+def _without_bias(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, layer.weight)
+
+
+def _with_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup, count: int) -> Callable[..., Any]:
+    """Gather the first `count` arguments of a block, and the positions of its tokens if it asks for them."""
+    given = [*inspect.signature(forward).parameters]
+    names = [*given[:count], *({"position_ids"} & {*given})]
+
+    @functools.wraps(forward)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        args = (*(gather_tokens(x, group) for x in args[:count]), *args[count:])
+        for name in names:
+            if (x := kwargs.get(name)) is not None:
+                kwargs[name] = _gathered_positions(x, group) if name == "position_ids" else gather_tokens(x, group)
+        return forward(*args, **kwargs)
+
+    return gathered
+
+
+def _with_all_features(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return gather_tokens(forward(*args, **kwargs).mT, group).mT
+
+    return gathered
+
+
+def _with_own_features(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def split(x: torch.Tensor) -> Any:
+        return forward(x.chunk(group.size(), dim=-1)[group.rank()])
+
+    return split
+
+
+def _with_all_positions(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Gather the positions of which a module makes the rotary tables: attention uses them for all tokens."""
+
+    @functools.wraps(forward)
+    def gathered(x: Any, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(x, _gathered_positions(position_ids, group), *args, **kwargs)
+
+    return gathered
+
+
+def _gathered_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return gather_tokens(position_ids[..., None], group)[..., 0]
+
+
+def _summed(forward: Callable[..., Any], group: dist.ProcessGroup, layer: Any = None) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def summed(*args: Any, **kwargs: Any) -> Any:
+        out = return_tokens(forward(*args, **kwargs), group)
+        return out if layer is None or layer.bias is None else out + layer.bias
+
+    return summed
+
+
+# ----------------------------------------------------------------------------------------------------- the exchange
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens [..., T·N, H] of N ranks from each one's [..., T, H]; the gradient is summed over the ranks."""
+    found: torch.Tensor = GatherTokens.apply(x, group)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def return_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's tokens [..., T, H] of the sum over N ranks of [..., T·N, H]; the gradient is gathered."""
+    found: torch.Tensor = ReturnTokens.apply(x, group)
+    return found
+
+
+class GatherTokens(torch.autograd.Function):
+    """See `gather_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Gather the tokens of the group."""
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sum the gradients of this rank's tokens."""
+        return _own_sums(grads[0], ctx.group), None
+
+
+class ReturnTokens(torch.autograd.Function):
+    """See `return_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sum this rank's tokens."""
+        ctx.group = group
+        return _own_sums(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gather the gradients of all tokens."""
+        return _gathered(grads[0], ctx.group), None
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = x.new_empty(group.size() * x.numel())
+    dist.all_gather_into_tensor(parts, x.flatten(), group=group)
+    return parts.view(-1, *x.shape).movedim(0, -3).flatten(-3, -2)
+
+
+def _own_sums(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = x.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
+    if x.device.type == "cpu":  # gloo's reduce-scatter all-reduces everything
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received.sum(0)
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
+    return own
