@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from fsdptrain.config.schema import Fsdp
+from fsdptrain.config.schema import Fsdp, Recipe
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.adapters import freeze, layers_in_nf4
@@ -61,10 +61,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
             f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
             f"{type(model).__name__} needs here: leave it out"
         )
-    if world.experts is not None:
-        divide_experts(model, world.experts.size(), world.experts.rank())
-    if world.tensor is not None:
-        divide_layers(model, world.tensor.size(), world.tensor.rank())
+    divide(model, recipe, world.rank)
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
     name_parts(model)
@@ -87,6 +84,15 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
     shard(model, units, world, plan)
     return model, units
+
+
+def divide(model: Any, recipe: Recipe, rank: int) -> None:
+    """Replace what ranks divide of a skeleton without adapters, by the recipe, by the parts of a rank."""
+    parallel = recipe.parallel
+    if parallel.experts > 1:
+        divide_experts(model, parallel.experts, rank % parallel.experts)
+    if parallel.tensor > 1:
+        divide_layers(model, parallel.tensor, rank % parallel.tensor)
 
 
 def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
@@ -261,7 +267,8 @@ def _set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:
     """Set which units are gathered ahead of their use, and which are not gathered for backward.
 
     Units are in forward order. By default FSDP2 gathers the next unit before this one's backward (BACKWARD_PRE), and
-    none ahead in forward. The gradient of a lookup, in a unit that is an embedding alone, does not need the table.
+    none ahead in forward; experts that are a unit in a layer are gathered with it. The gradient of a lookup, in a unit
+    that is an embedding alone, does not need the table.
     """
     modules: list[Any] = [unit.modules[0] for unit in units]
     lookups = [
@@ -269,7 +276,8 @@ def _set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:
         for unit, module in zip(units, modules, strict=True)
     ]
     for i, module in enumerate(modules):
-        if ahead := modules[i + 1 : i + 1 + fsdp.forward_prefetch]:
+        inside = [each for each in module.modules() if isinstance(each, FSDPModule) and each is not module]
+        if ahead := [*inside, *modules[i + 1 : i + 1 + fsdp.forward_prefetch]]:
             module.set_modules_to_forward_prefetch(ahead)
         if fsdp.backward_prefetch != "BACKWARD_PRE":
             module.set_modules_to_backward_prefetch([module])  # already gathered: nothing is prefetched

@@ -274,18 +274,26 @@ def first_row(tensor: DTensor) -> int:
 
 
 def check_hosts_of_copies(plan: Plan, world: World) -> None:
-    """Raise RecipeError if ranks of several hosts share a copy that HYBRID_* is meant to keep on one."""
+    """Raise RecipeError if ranks of several hosts divide layers, or share a copy that HYBRID_* keeps on one."""
+    node_by_node = "let the launcher number the ranks node by node (srun --distribution=block, mpirun --map-by slot)"
+    if pair := _on_two_hosts(world, plan.recipe.parallel.tensor):
+        raise RecipeError(f"parallel.tensor: layers are divided inside a node, but {pair}: {node_by_node}")
     if not plan.recipe.fsdp.strategy.in_groups or plan.recipe.fsdp.shard_size is not None:
         return
-    hosts, strategy = world.hosts, plan.recipe.fsdp.strategy
-    for first, *others in world.mesh.mesh.reshape(-1, plan.shard_size).tolist():
-        if other := next((rank for rank in others if hosts[rank] != hosts[first]), None):
-            raise RecipeError(
-                f"fsdp.strategy: {strategy} keeps each copy of the model on one node, but ranks {first} and {other}, "
-                f"which share a copy, are on {hosts[first]} and {hosts[other]}: let the launcher number the ranks node "
-                "by node (srun --distribution=block, mpirun --map-by slot), or set fsdp.shard_size, which allows "
-                "copies over several nodes"
-            )
+    if pair := _on_two_hosts(world, plan.shard_size):
+        raise RecipeError(
+            f"fsdp.strategy: {plan.recipe.fsdp.strategy} keeps each copy of the model on one node, but {pair}: "
+            f"{node_by_node}, or set fsdp.shard_size, which allows copies over several nodes"
+        )
+
+
+def _on_two_hosts(world: World, size: int) -> str | None:
+    """Return which two ranks of a group of `size` consecutive ones are on different hosts; None if there are none."""
+    hosts = world.hosts
+    for first in range(0, world.size, size):
+        if other := next((rank for rank in range(first, first + size) if hosts[rank] != hosts[first]), None):
+            return f"ranks {first} and {other} of a group are on {hosts[first]} and {hosts[other]}"
+    return None
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -198,6 +198,13 @@ class Plan:
         return ranks if self.ranks_of_row == 1 else f"{groups} of {self.ranks_of_row} ranks"
 
     @property
+    def division_text(self) -> str:
+        """What ranks divide: `, layers divided among 2 ranks, experts among 8`; "" if nothing."""
+        found = {"layers": self.recipe.parallel.tensor, "experts": self.recipe.parallel.experts}
+        words = [f"{name} divided among {ranks} ranks" for name, ranks in found.items() if ranks > 1]
+        return "".join(f", {each}" for each in words)
+
+    @property
     def tokens_of_row(self) -> int:
         """The tokens of a row that a rank computes."""
         return self.recipe.data.seq_len // self.ranks_of_row

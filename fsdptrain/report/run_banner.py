@@ -109,7 +109,8 @@ def _describe_topology(plan: Plan) -> str:
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
     hybrid = 1 < plan.shard_size < topology.world_size
     copies = f", {plan.replicas} copies of {plan.shard_size} shards" if hybrid else ""
-    return f"{topology.world_size} × {topology.device}{nodes}{topology.origin}, {plan.recipe.fsdp.strategy}{copies}"
+    sharding = f"{plan.recipe.fsdp.strategy}{copies}{plan.division_text}"
+    return f"{topology.world_size} × {topology.device}{nodes}{topology.origin}, {sharding}"
 
 
 def _describe_factors(plan: Plan) -> str:

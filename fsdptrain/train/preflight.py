@@ -115,7 +115,8 @@ def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
         return None
     return (
         f"model: a mixture of {experts} experts from scratch. Nothing balances them, because the router's auxiliary "
-        "loss is not computed: few of them may get most tokens. Start from a pretrained mixture, or train a dense model"
+        "loss is not computed: few of them may get most tokens (expert_load in the step events). Start from a "
+        "pretrained mixture, or train a dense model"
     )
 
 

@@ -190,7 +190,8 @@ def _check_plan(plan: Plan, findings: Findings) -> None:
         for each in plan.on_each_number()
     ][1:]
     lines = [
-        f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
+        f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}"
+        + plan.division_text,
         f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
         f"{plan.ranks_text} × {micro} × {rows}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Collection, Iterator
@@ -16,9 +17,11 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
-from fsdptrain.model.adapters import quantised_ids, saved_tensors
+from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
-from fsdptrain.model.units import Unit, bytes_in_host, decoder_layers, tied, weights_of
+from fsdptrain.model.parts import Part
+from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, tied, weights_of
+from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
@@ -86,7 +89,8 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
         kept.append("in host memory")
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
-    rows = [_describe_unit(plan, *unit, packed) for unit in owned]
+    parts = divided_parts(plan, model)
+    rows = [_describe_unit(plan, *unit, packed, parts) for unit in owned]
     weights = weights_of(model, packed).values()
     first: dict[int, str] = {}
     shared = []  # further names of tied parameters
@@ -119,6 +123,17 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     }
 
 
+def divided_parts(plan: Plan, model: PreTrainedModel) -> dict[int, Part]:
+    """Return the parts that ranks have of the parameters of a skeleton, by their ids; {} if nothing is divided."""
+    if not plan.division_text:
+        return {}
+    with without_adapters(model):
+        twin: Any = copy.deepcopy(model)
+    divide(twin, plan.recipe, 0)
+    names = {base_name(name): id(param) for name, param in model.named_parameters()}
+    return {names[name]: part for name, part in twin.parts.items()}
+
+
 def _saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
     """Return the bytes by which frozen parameters are smaller than trained ones with state and gradients."""
     frozen = [dataclasses.replace(weight, trained=True) for weight in weights if not weight.trained]
@@ -136,8 +151,9 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
 
 
 def _describe_unit(
-    plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int]
-) -> dict[str, Any]:
+    plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int],
+    parts: dict[int, Part],
+) -> dict[str, Any]:  # fmt: skip
     """Return what is shown of a unit: its parameters, its largest shard, and the bytes that are gathered.
 
     `packed` are the ids of parameters that will be quantised. FSDP2 shards dimension 0 in chunks of ceil(rows / ranks)
@@ -146,16 +162,22 @@ def _describe_unit(
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
     itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
     shards = 0.0
+    numel = {id(param): param.numel() // (parts[id(param)].count if id(param) in parts else 1) for param in params}
     for param in params:
-        rows = param.shape[0] if param.ndim else 1
-        shards += -(-rows // plan.shard_size) * (param.numel() // rows) * itemsize[id(param)]
+        rows, ranks, part = param.shape[0] if param.ndim else 1, plan.shard_size, parts.get(id(param))
+        if part:
+            rows //= part.count if part.dim == -param.ndim else 1
+            ranks = max(1, ranks // part.ranks)
+        shards += -(-rows // ranks) * (numel[id(param)] // rows) * itemsize[id(param)]
     gathered = [param for param in params if not (plan.has_whole_shards and param.dtype == compute)]
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
         "shard_bytes": int(shards),
-        "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)),
+        "gathered_bytes": int(
+            sum(numel[id(p)] * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)
+        ),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
 

@@ -59,13 +59,14 @@ def test_a_copy_stays_on_one_node_unless_the_recipe_says_otherwise(tmp_path: Pat
     recipe = write_recipe(
         tmp_path, fsdp__strategy="HYBRID_SHARD", train__global_batch_size=4, train__micro_batch_size=1
     )
-    variants = {"default": [], "asked": ["fsdp.shard_size=2"]}
+    variants = {"default": [], "asked": ["fsdp.shard_size=2"], "tensor": ["fsdp.shard_size=2", "parallel.tensor=2"]}
     [found, *_] = on_ranks(
         4, placed, tmp_path / "ranks", recipe=str(recipe), orders=["aabb", "abab"], variants=variants
     )
-    assert found["aabb"] == {"default": [0, ""], "asked": [0, ""]} and found["abab"]["asked"] == [0, ""]
+    assert {*map(tuple, found["aabb"].values())} == {(0, "")} and found["abab"]["asked"] == [0, ""]
     code, message = found["abab"]["default"]
-    assert code == 2 and "ranks 0 and 1, which share a copy, are on a and b" in message
+    assert "parallel.tensor: layers are divided inside a node, but ranks 0 and 1" in found["abab"]["tensor"][1]
+    assert code == 2 and "ranks 0 and 1 of a group are on a and b" in message
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
