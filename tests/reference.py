@@ -135,8 +135,10 @@ def mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute:
     ids, mask, labels = documents
     cast = {name: param.to(compute) for name, param in params.items()}
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    logits: torch.Tensor = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    made = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True)
+    loss = functional.cross_entropy(made.logits.flatten(0, 1).float(), labels.flatten())
+    auxiliary = getattr(made, "aux_loss", None)  # of the router, if the configuration asks for it
+    return loss if auxiliary is None else loss + model.config.router_aux_loss_coef * auxiliary
 
 
 @torch.no_grad()

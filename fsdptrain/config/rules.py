@@ -46,6 +46,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _held_out_problems(recipe)
     yield from _fsdp_problems(recipe)
     yield from _parallel_problems(recipe)
+    yield from _router_problems(recipe)
     yield from _optim_problems(recipe)
     yield from _float8_problems(recipe)
     yield from _run_problems(recipe, where)
@@ -341,6 +342,14 @@ def _parallel_problems(recipe: Recipe) -> Iterator[Problem]:
         for key, (is_set, way_out) in {**others, f"optim.name: {recipe.optim.name}": optimizer}.items():
             if is_set:
                 yield Problem(f"weights that ranks divide are not supported with {key}: {way_out}", f"parallel.{name}")
+
+
+def _router_problems(recipe: Recipe) -> Iterator[Problem]:
+    for key, is_set in (("adapter.kind", recipe.adapter.kind), ("model.trainable", recipe.model.trainable)):
+        if recipe.train.router_bias_rate and is_set:
+            yield Problem(
+                f"has no effect with {key}: exports take what is frozen from the files", "train.router_bias_rate"
+            )
 
 
 def may_hold_shards(strategy: Strategy, offload: bool) -> bool:

@@ -356,6 +356,8 @@ class Train:
     float8: round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or
         for each tensor, which is faster and coarser; null: compute them in param_dtype
     deterministic: refuse kernels that are not bitwise reproducible
+    router_bias_rate: balance the experts of models whose routers have a bias for choosing (DeepSeek-V3): raise it by so
+        much after each step for experts with fewer tokens than the mean, and lower it for those with more; 0: leave it
     on_nonfinite: stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights
     max_skipped: with on_nonfinite: skip, the most steps in a row that may be skipped
     """
@@ -370,6 +372,7 @@ class Train:
     compile: Any = key("auto", forms=("auto", bool))
     float8: Literal["rowwise", "tensorwise"] | None = None
     deterministic: bool = False
+    router_bias_rate: float = key(0.0, at_least=0.0, below=1.0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skipped: int = key(3, needs={"train.on_nonfinite": ["skip"]}, at_least=1)
 

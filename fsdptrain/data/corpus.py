@@ -91,7 +91,8 @@ Flags = TokenArray | Array
 
 
 class Batch(TypedDict):
-    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the next two.
+    """A micro-batch. The first three are int64 [rows, seq_len]; `is_token`, bool, is False for padding; see
+    `document_bounds` for the next two.
 
     With preferences, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to: 2i the
     chosen one of pair i, 2i + 1 the rejected one, and their count for padding. `reference` float64 [answers] are their
@@ -101,6 +102,7 @@ class Batch(TypedDict):
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
+    is_token: torch.Tensor
     documents: torch.Tensor
     longest: int
     answers: NotRequired[torch.Tensor]
@@ -309,6 +311,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     shape = (len(rows), rows[0][0].seq_len)
     ids, labels = np.empty(shape, np.int64), np.full(shape, IGNORED, np.int64)
     positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    is_token = np.zeros(shape, bool)
     references = [np.zeros(0)]
     answer = 0
     lengths: list[list[int]] = []
@@ -325,6 +328,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
             shifted = np.where(corpus.trained[targets], corpus.tokens[targets].astype(np.int64), IGNORED)
             labels[row, at : at + len(shifted)] = shifted
             at += length
+        is_token[row, :at] = True
         if corpus.count_padding:
             positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
         lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
@@ -336,6 +340,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
         "input_ids": torch.from_numpy(ids),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
+        "is_token": torch.from_numpy(is_token),
         "documents": documents,
         "longest": longest,
     }
@@ -365,7 +370,7 @@ def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
         return batch
     own: dict[str, Any] = {
         name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
-        for name in ("input_ids", "labels", "position_ids", "answers")
+        for name in ("input_ids", "labels", "position_ids", "is_token", "answers")
         if name in batch
     }
     return cast(Batch, {**batch, **own})

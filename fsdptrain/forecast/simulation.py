@@ -109,7 +109,8 @@ def batch_of_zeros(plan: Plan) -> Batch:
     documents, _ = document_bounds([[seq_len]] * rows)
     ids, labels, positions = (torch.zeros((rows, plan.tokens_of_row), dtype=torch.long) for _ in range(3))
     batch: Batch = {
-        "input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len,
+        "input_ids": ids, "labels": labels, "position_ids": positions, "is_token": torch.ones_like(ids).bool(),
+        "documents": documents, "longest": seq_len,
     }  # fmt: skip
     if plan.recipe.train.objective == "dpo":
         batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(2, dtype=torch.float64)}

@@ -48,8 +48,8 @@ WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training â†
     **dict.fromkeys(("dtype", "torch_dtype"), "use model.dtype (master weights) or export.dtype (exported weights)"),
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), "use model.attn_implementation"),
     **dict.fromkeys(
-        ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"),
-        "the auxiliary loss of a mixture's router is not computed; remove the key",
+        ("router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"),
+        "this auxiliary loss of a mixture's router is not computed; remove the key",
     ),
     **dict.fromkeys(
         ("num_labels", "id2label", "label2id", "problem_type", "output_hidden_states", "output_attentions",
@@ -155,12 +155,8 @@ def _check_config(plan: Plan, config: Any, overrides: dict[str, Any], vocab_size
     text = config.get_text_config()
     if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
         raise RecipeError("model.config.sliding_window: no effect without use_sliding_window: true")
-    # A mixture's auxiliary loss is a product of two means over the global batch: a micro-batch cannot compute it.
-    if getattr(text, "output_router_logits", False):
-        raise RecipeError(
-            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed; "
-            "set output_router_logits: false to train on the tokens' loss alone"
-        )
+    if "router_aux_loss_coef" in overrides and not getattr(text, "output_router_logits", False):
+        raise RecipeError("model.config.router_aux_loss_coef: no effect without output_router_logits: true")
     # The vocabulary and the positions: both problems at once.
     added, seq_len = plan.recipe.model.add_tokens, plan.recipe.data.seq_len
     limit, problems = position_limit(text), []

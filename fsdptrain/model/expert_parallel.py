@@ -19,6 +19,8 @@ from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.model.parts import Part, keep_own_parts
 from fsdptrain.model.units import decoder_layers, full_name
 
+BIASES = ("e_score_correction_bias", "expert_bias")  # what architectures call the buffer that `ExpertLoads` changes
+
 
 def experts_of(model: Any) -> dict[str, Any]:
     """Return the modules of a model's decoder layers that hold the experts of a layer in fused tensors, by name."""
@@ -144,6 +146,7 @@ class ExpertLoads:
         )
         most = max((module.num_experts for module in layers.values()), default=0)
         self._counts = torch.zeros(len(layers), most * ranks, dtype=torch.int64, device=device)
+        self._biases = [bias_of(model, name) for name in layers]
         for number, name in enumerate(layers):
             model.get_submodule(name).register_forward_pre_hook(functools.partial(self._add, number), with_kwargs=True)
 
@@ -155,11 +158,36 @@ class ExpertLoads:
     def largest_over_mean(self) -> torch.Tensor:
         """Return the tokens of the most used expert relative to the mean of its layer, in the most uneven layer.
 
-        Float64, scalar; 0 without experts. Collective; what was counted is forgotten.
+        Float64, scalar; 0 without experts. Collective: sums what all ranks have counted.
         """
         if not self._counts.numel():
             return torch.zeros((), dtype=torch.float64, device=self._counts.device)
         dist.all_reduce(self._counts)
         counts = self._counts.double()
-        self._counts.zero_()
         return (counts.amax(1) / counts.mean(1)).nan_to_num().amax()
+
+    def balance(self, rate: float, skipped: torch.Tensor) -> None:
+        """Move the routers' biases by `rate` towards balance, unless the step is `skipped`; forget what was counted.
+
+        As in DeepSeek-V3, by the sign of the difference from the mean (Wang et al., arXiv:2408.15664).
+        """
+        for counts, bias in zip(self._counts.float(), self._biases, strict=True) if rate else ():
+            assert bias is not None
+            step = rate * (1 - skipped.to(bias.device).clamp(max=1)) * (counts.mean() - counts).sign()
+            bias += step.to(bias.dtype)
+        self._counts.zero_()
+
+
+def bias_of(model: Any, experts: str) -> torch.Tensor | None:
+    """Return the buffer by which the router beside these experts is biased when it chooses; None without one."""
+    block = model.get_submodule(experts.rpartition(".")[0])
+    found = [tensor for name, tensor in block.named_buffers() if name.rpartition(".")[2] in BIASES]
+    return found[0] if found else None
+
+
+def check_biases(bare: Any, rate: float) -> None:
+    """Raise RecipeError if a skeleton has no biases for `train.router_bias_rate`."""
+    layers = experts_of(bare)
+    if rate and not (layers and all(bias_of(bare, name) is not None for name in layers)):
+        message = f"the routers of {type(bare).__name__} have no bias that training may change: set it to 0"
+        raise RecipeError([Problem(message, "train.router_bias_rate")])

@@ -309,7 +309,7 @@ def model_flops(bare: Any, tokens: int, document: float) -> float:
     something before it is trained. Attention that passes no gradient on has 4 instead of 12.
     """
     config = bare.config.get_text_config()
-    experts, used = (_first_number(config, names) for names in (EXPERTS, EXPERTS_OF_A_TOKEN))
+    experts, used = (first_number(config, names) for names in (EXPERTS, EXPERTS_OF_A_TOKEN))
     share = used / experts if experts and used else 1.0
     tables = {module.weight for module in bare.modules() if isinstance(module, nn.Embedding)}
     head = bare.get_output_embeddings()
@@ -375,8 +375,9 @@ def _part_of(name: str) -> str:
 
 def expert_count(config: Any) -> int:
     """Return how many experts each mixture of a model has; 0 if it has none."""
-    return _first_number(config.get_text_config(), EXPERTS) or 0
+    return first_number(config.get_text_config(), EXPERTS) or 0
 
 
-def _first_number(config: Any, names: Iterable[str]) -> int | None:
+def first_number(config: Any, names: Iterable[str]) -> int | None:
+    """Return the value of the first of these names that a configuration has; None without one."""
     return next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)

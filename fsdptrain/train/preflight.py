@@ -27,11 +27,12 @@ from fsdptrain.model.adapters import (
 )
 from fsdptrain.model.attention import choose_attention, mask_note
 from fsdptrain.model.config import check_base_config, check_special_tokens, load_config, longrope_threshold
-from fsdptrain.model.expert_parallel import check_experts
+from fsdptrain.model.expert_parallel import check_biases, check_experts
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.patches import UNBOUNDED, accept_documents
 from fsdptrain.model.probe import Probe
+from fsdptrain.model.router_loss import check_router_loss, is_wanted
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.tensor_parallel import check_layers
 from fsdptrain.model.units import (
@@ -102,6 +103,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
         mask_note(plan, ready.bare),
         missing_kernels(plan, ready.bare),
         balance_note(plan, ready.config),
+        router_loss_note(plan, ready.bare),
         unquantised_note(ready.trained, plan.recipe),
         *float8_notes(ready.trained, plan.recipe, plan.topology.device == "cpu", plan.compiles),
     )
@@ -111,12 +113,22 @@ def model_notes(ready: PreparedModel) -> list[str]:
 def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
     """Return a note on a mixture of experts that is trained from scratch; a pretrained router is balanced already."""
     experts = expert_count(config)
-    if plan.pretrained or experts < 2:
+    if plan.pretrained or experts < 2 or getattr(config.get_text_config(), "output_router_logits", False):
         return None
     return (
-        f"model: a mixture of {experts} experts from scratch. Nothing balances them, because the router's auxiliary "
-        "loss is not computed: few of them may get most tokens (expert_load in the step events). Start from a "
-        "pretrained mixture, or train a dense model"
+        f"model: a mixture of {experts} experts from scratch, which nothing balances: few of them may get most tokens "
+        "(expert_load in the step events). Start from a pretrained mixture, or, where the model defines it, set "
+        "model.config.output_router_logits: true (the auxiliary loss of its router) or train.router_bias_rate"
+    )
+
+
+def router_loss_note(plan: Plan, bare: PreTrainedModel) -> str | None:
+    """Return a note if the auxiliary loss of routers takes a forward pass more: a step has several micro-batches."""
+    if not is_wanted(bare) or plan.accumulation == 1:
+        return None
+    return (
+        "model.config.output_router_logits: the auxiliary loss is that of the global batch, so all "
+        f"{plan.accumulation} micro-batches of a step pass the model once more, without gradients; a single one does not"
     )
 
 
@@ -160,6 +172,8 @@ def prepare_model(
         lambda: check_added_rows(plan, trained),
         lambda: check_base_config(plan, config),
         lambda: check_dtypes(bare, plan),
+        lambda: check_router_loss(bare, plan.recipe.fsdp.mixed_precision.param_dtype),
+        lambda: check_biases(bare, plan.recipe.train.router_bias_rate),
         lambda: check_layers(bare, plan.recipe.parallel.tensor),
         lambda: check_experts(bare, plan.recipe.parallel.experts),
         lambda: layers_in_float8(trained, plan.recipe),

@@ -29,6 +29,7 @@ from fsdptrain.model.expert_parallel import ExpertLoads
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
 from fsdptrain.model.patches import accept_documents
+from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
 from fsdptrain.model.tensor_parallel import divides_attention
 from fsdptrain.parallel.shard import begin_micro_batch, sum_parts, use_whole_shards
@@ -105,6 +106,7 @@ class Engine:
         use_whole_shards(model, plan)
         self._clock = LayerClock(model, world.device)
         self._loads = ExpertLoads(model, world.device)
+        self._router_loss = RouterLoss(model, world.device)
         parts = named_parts(optimizer)
         trained = [(name, param) for name, param in model.named_parameters() if name in parts]
         self._params = [(param, parts[name]) for name, param in trained]
@@ -156,7 +158,8 @@ class Engine:
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._shard_device)
-        self.update(grads, ranks, lr)
+        skipped = self.update(grads, ranks, lr)
+        self._loads.balance(self.plan.recipe.train.router_bias_rate, skipped)
         return QueuedStep(step, began, self.world.host_copy(ranks))
 
     def read(self, queued: Sequence[QueuedStep]) -> Iterator[StepStats]:
@@ -199,9 +202,12 @@ class Engine:
     def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> torch.Tensor:
         """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
         self.seed(step)
+        if self._router_loss.wanted:
+            self._router_loss.begin_step()
         total = torch.zeros((), device=self.world.device)
         self._measures.zero_()
         self.model.train()
+        routed = self._pass_routers(step, batches) if self._router_loss.wanted and len(batches) > 1 else None
         for i, batch in enumerate(batches):
             begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
             count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
@@ -212,9 +218,22 @@ class Engine:
             else:
                 loss = self.loss(batch, count)
                 total += loss.detach()
+            if self._router_loss.wanted and i == 0:  # the same on all ranks: counted on one
+                auxiliary = self._router_loss.finish_forward() if routed is None else routed
+                total += auxiliary if self.world.rank == 0 else 0.0
             loss.backward()
             self.on_progress()
         return total
+
+    def _pass_routers(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
+        """Let all micro-batches pass the routers, with the dropout that they will have; return the auxiliary loss."""
+        with self.forward_only():
+            self.model.train()
+            for batch in batches:
+                self.loss(batch, 1)
+                self.on_progress()
+        self.seed(step)
+        return self._router_loss.finish_forward()
 
     def seed(self, step: int) -> None:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
@@ -247,6 +266,9 @@ class Engine:
         """Return the model's arguments for a micro-batch on the device."""
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         inputs["use_cache"] = False
+        if self._router_loss.wanted:
+            self._router_loss.begin_micro_batch(batch["is_token"])
+            inputs["output_router_logits"] = False  # what transformers would compute with them is of a micro-batch
         if varlen.used_by(self.model):
             inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
         if self._bounds_recurrences:
@@ -289,8 +311,10 @@ class Engine:
         """Return this rank's shard of every gradient."""
         return [part_of(param.grad) for param, _ in self._params if param.grad is not None]
 
-    def update(self, grads: list[torch.Tensor], ranks: torch.Tensor, lr: float) -> None:
+    def update(self, grads: list[torch.Tensor], ranks: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip the gradients, and update the weights with learning rate `lr`, if all numbers are finite.
+
+        Return whether they were not, and nothing was updated: 0.0 or more than 0, scalar.
 
         `ranks` is float64 [ranks, 2 or more]: losses and squared norms of the gradients. All of it happens where the
         shards are: the host does not wait for the numbers.
@@ -328,6 +352,7 @@ class Engine:
                     "internal error: FSDP2 has moved shards that the optimizer updates (please report it)"
                 )
             self._checked = True
+        return found_inf
 
     def drop_gradients(self) -> None:
         """Free all gradients."""

@@ -300,3 +300,31 @@ def test_every_architecture_that_is_accepted_gives_the_same(word: str, recipe: P
     print(f"{len(accepted)} of {len(KINDS_OF_ALL)} architectures are accepted")
     assert len(accepted) > 50
     assert_options_agree(accepted, recipe, tmp_path, limit=2e-6, apart=2e-5, timeout=3600, share=word)
+
+
+def test_the_auxiliary_loss_of_the_router_is_that_of_the_global_batch(recipe: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(recipe.parent / "model")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
+    model.save_pretrained(recipe.parent / "balanced")
+    layouts = {
+        "alone": [],
+        "accumulated": HELD,
+        "divided": [TENSOR, ALL, FULL],
+        "divided, accumulated": [EXPERTS, *HELD],
+    }
+    assert_layouts_agree(layouts, recipe, tmp_path, model="balanced")
+
+
+def test_biases_of_routers_are_moved_towards_balance_in_every_layout(recipe: Path, tmp_path: Path) -> None:
+    rate, config = 0.125, small_config("deepseek_v3", first_k_dense_replace=1)
+    config.save_pretrained(tmp_path / "config")
+    words = [f"model.id={tmp_path / 'config'}", "model.init=random", f"train.router_bias_rate={rate}"]
+    layouts = {"alone": [], "divided": [ALL, CONTEXT, "train.micro_batch_size=1"]}
+    variants = {name: [*words, *more, f"output_dir={tmp_path / name}"] for name, more in layouts.items()}
+    found = on_ranks(4, "exports", tmp_path, recipe=str(recipe), variants=variants, steps=3)[0]
+    assert max(largest_difference(found["divided"], found["alone"])) < LIMIT
+    states = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict() for name in layouts]
+    biases = {key: value for key, value in states[0].items() if key.endswith("e_score_correction_bias")}
+    assert biases and all(torch.equal(value, states[1][key]) for key, value in biases.items())
+    for bias in biases.values():
+        assert bias.abs().max() > 0 and {*(bias / rate).tolist()} <= {float(n) for n in range(-3, 4)}
