@@ -310,7 +310,7 @@ def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None, option("CARDS", "plan for other machines: 8xh100-80gb, or memory=…,flops=…")
+        str | None, option("CARDS", "plan for other machines: 8xh100, 16x8xh100 (16 nodes of 8), memory=…,flops=…")
     ] = None,
     plot: Annotated[
         Path | None, option("FILE", "plot the memory of one step to this .svg or .png; needs fsdptrain[plot]")

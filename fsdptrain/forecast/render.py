@@ -102,6 +102,8 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
         f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
         f"{seconds(forecast.exposed_s)} s for what compute does not hide",
     ]
+    if plan.recipe.parallel.experts > 1:
+        lines.append("all experts are assumed to get as many tokens: if a router prefers some, the step takes longer")
     if not cost:
         return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]
     hours, steps = cost["gpu_hours"], cost["run_s"] / forecast.step_s
@@ -174,6 +176,8 @@ def _option_cells(option: Option) -> list[str]:
     marks = {
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
         f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
+        _divided_mark("layers", option.overrides.get("parallel.tensor")): "parallel.tensor" in option.overrides,
+        _divided_mark("experts", option.overrides.get("parallel.experts")): "parallel.experts" in option.overrides,
         "hold_shards": option.overrides.get("fsdp.accumulation") == "hold_shards",
         f"and {size(option.host_bytes)} of host memory": option.cpu_offload,
     }  # fmt: skip
@@ -187,6 +191,10 @@ def _option_cells(option: Option) -> list[str]:
         f"{option.mfu:.1%}",
         ", ".join(mark for mark, applies in marks.items() if applies),
     ]
+
+
+def _divided_mark(what: str, ranks: int | None) -> str:
+    return f"{what} not divided" if ranks == 1 else f"{what} divided among {ranks}"
 
 
 def _recomputed(value: str | dict[str, Any]) -> str:
@@ -211,6 +219,7 @@ def advice_lines(advice: Advice) -> list[str]:
     else:
         gain = f"{own.step_s / best.step_s:.2f} times as fast as yours" if own.fits else "yours does not fit"
         found.append(f"the fastest that fits takes {seconds(best.step_s)} s a step, {gain}")
+    found += advice.refused
     if advice.failed:
         found.append(f"{counted(len(advice.failed), 'plan')} could not be forecast; the first: {advice.failed[0]}")
     return found

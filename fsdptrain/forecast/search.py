@@ -8,6 +8,7 @@ processes forecast the plans (`forecast.forecaster`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import queue
@@ -15,7 +16,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptrain.config.keys import unused_with, value_at
@@ -23,7 +24,7 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import FsdptrainError, listed
+from fsdptrain.errors import FsdptrainError, RecipeError, listed
 from fsdptrain.forecast.forecaster import Forecast, hardware_of
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
@@ -35,6 +36,7 @@ RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
 HELD = 2  # of the fastest plans that could hold shards of gradients: so many are tried with that
+DIVIDED = ("parallel.tensor", "parallel.experts")  # the model may refuse these
 TYPICAL = Weight((4096, 4096))
 LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
 SHOWN = 3  # overrides, where memory ran out
@@ -46,11 +48,15 @@ NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload w
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan may have instead: a strategy, its number of ranks per copy, and whether weights are offloaded."""
+    """What a plan may have instead: a strategy, its number of ranks per copy, and whether weights are offloaded.
+
+    `divided` are overrides of `parallel`: how many ranks divide layers or experts, where that changes.
+    """
 
     strategy: Strategy
     ranks: int
     offload: bool
+    divided: dict[str, Any] = field(default_factory=dict)
 
 
 def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
@@ -104,17 +110,42 @@ def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
         for attention in ({"keep_attention": True}, {})
         if plan.tokens_of_row >= LEAST_TOKENS
     ]
-    rows, offloaded = (
-        [
-            change
-            for change in changes
-            if plan.topology.device == "cuda"
-            and not [*cross_field_problems(varied(plan, change).recipe, {})]
-            and _fits_range(plan, change)
-        ]
-        for changes in (shared, kept)
-    )
+    rows, offloaded = ([change for change in changes if _may_change(plan, change)] for changes in (shared, kept))
     return [*rows, *(change | kept for kept in offloaded[:1] for change in [{}, *rows])]
+
+
+def _may_change(plan: Plan, change: Mapping[str, Any]) -> bool:
+    """Return whether a plan on GPUs may have this change, as far as that is known without the model."""
+    changed = varied(plan, change).recipe
+    return plan.topology.device == "cuda" and not [*cross_field_problems(changed, {})] and _fits_range(plan, change)
+
+
+def divided_layers(plan: Plan, fits: bool) -> list[dict[str, Any]]:
+    """Return numbers of ranks of a node that may divide layers, the fewest first; fewer than now if a plan fits.
+
+    With fewer sequences than ranks, as many ranks as now share a row, and some of them divide layers.
+    """
+    parallel, batch = plan.recipe.parallel, plan.recipe.train.global_batch_size
+    node, world = plan.topology.nproc_per_node, plan.topology.world_size
+    found: list[dict[str, Any]] = []
+    for ranks in (2**i for i in range(node.bit_length()) if node % 2**i == 0):
+        context = plan.ranks_of_row // ranks if batch < world else parallel.context
+        shared = context * ranks
+        if ranks == parallel.tensor or not (ranks < parallel.tensor or batch < world or not fits):
+            continue
+        if shared and batch * shared % world == 0 and (node % shared == 0 or shared % node == 0):
+            found.append({"parallel.tensor": ranks, "parallel.context": context})
+    changes = ({key: ranks for key, ranks in each.items() if value_at(plan.recipe, key) != ranks} for each in found)
+    return [change for change in changes if _may_change(plan, change)]
+
+
+def divided_experts(plan: Plan, experts: int) -> list[dict[str, Any]]:
+    """Return numbers of ranks of a node that may divide `experts`: the most first, then one if they are divided now."""
+    own = plan.recipe.parallel.experts
+    most = math.gcd(plan.topology.nproc_per_node, experts) if experts else 1
+    sizes = [most, 1, *(ranks for ranks in range(most - 1, 1, -1) if most % ranks == 0)]
+    changes = [{"parallel.experts": ranks} for ranks in dict.fromkeys(sizes) if ranks != own]
+    return [change for change in changes if _may_change(plan, change)]
 
 
 def overrides_of(plan: Plan, choice: Choice, recomputation: str, micro: int) -> dict[str, Any]:
@@ -128,7 +159,7 @@ def overrides_of(plan: Plan, choice: Choice, recomputation: str, micro: int) -> 
         recomputation = fsdp.activation_checkpointing
     wanted: dict[str, Any] = {
         "fsdp.strategy": choice.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
-        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": choice.offload,
+        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": choice.offload, **choice.divided,
     }  # fmt: skip
     if choice.strategy.in_groups:
         same = fsdp.strategy.in_groups and plan.shard_size == choice.ranks
@@ -170,12 +201,14 @@ class Option:
 class Advice:
     """The result of a search. `options` fit, the best first, and include the recipe's own plan: last if it does not.
 
-    `tried` counts the plans without the recipe's own, `failed` names those whose forecast failed, and why.
+    `tried` counts the plans without the recipe's own, `failed` names those whose forecast failed, and why. `refused`
+    says why the model has no plans in which ranks divide its layers, or its experts.
     """
 
     options: list[Option]
     tried: int
     failed: list[str]
+    refused: list[str] = field(default_factory=list)
 
     @property
     def best(self) -> Option | None:
@@ -185,12 +218,12 @@ class Advice:
 
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
-    progress: Callable[[int], None] = lambda tried: None, **job: Any,
+    progress: Callable[[int], None] = lambda tried: None, experts: int = 0, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
-    `requests` are used concurrently, each in a thread. `progress` gets the number of plans tried. `job` is passed on
-    with every request.
+    `requests` are used concurrently, each in a thread. `progress` gets the number of plans tried. `experts` is the
+    number of experts in a layer of the model. `job` is passed on with every request.
     """
     if hardware.is_cpu:
         requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
@@ -205,6 +238,9 @@ def search(
             for options in threads.map(lambda choices: _options_of(choices, trials, counts), candidates):
                 found += options
             found += _with_shards_held(found, trials, threads)
+            if not offload:
+                found += _with_experts_divided(found, trials, counts, experts)
+                found += _with_layers_divided(found, trials, counts, experts, threads)
             if not any(option.fits for option in found):
                 smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
@@ -213,7 +249,7 @@ def search(
                         found.append(option)
                         break
     options = ranked(option for option in found if option.fits or option.own)
-    return Advice(options, len(trials.tried), trials.failed)
+    return Advice(options, len(trials.tried), trials.failed, trials.refusals())
 
 
 def ranked(options: Iterable[Option]) -> list[Option]:
@@ -238,7 +274,9 @@ def _options_of_size(choice: Choice, trials: _Trials) -> list[Option]:
     found: list[Option] = []
     best_s = math.inf
     less = 0  # index of the least recomputation that may fit
-    micros = micro_batches(trials.plan)
+    plan = varied(trials.plan, choice.divided)
+    share = plan.recipe.train.global_batch_size * plan.ranks_of_row // plan.topology.world_size
+    micros = [micro for micro in micro_batches(plan) if share % micro == 0]
     for micro in micros:
         if less == len(RECOMPUTATION):
             if micro != micros[-1]:
@@ -273,6 +311,45 @@ def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoo
     return [*filter(None, threads.map(trials.option, new))]
 
 
+def _with_experts_divided(options: list[Option], trials: _Trials, counts: Counts, experts: int) -> list[Option]:
+    """Return plans of the fastest strategy with experts divided: among the most ranks of a node, then among fewer.
+
+    Whether that is faster depends on the size of the experts and of micro-batches: all sizes of the first are tried.
+    """
+    found: list[Option] = []
+    undivided = _fastest_choice(options, trials.plan)
+    for number, change in enumerate(divided_experts(trials.plan, experts)):
+        if number == 0 or change["parallel.experts"] == 1:
+            found += _options_of([dataclasses.replace(undivided, divided=change)], trials, counts)
+        elif best := next((option for option in ranked(found) if option.fits), None):
+            found += filter(None, [trials.option(best.overrides | change)])
+    return found
+
+
+def _with_layers_divided(
+    options: list[Option], trials: _Trials, counts: Counts, experts: int, threads: ThreadPoolExecutor
+) -> list[Option]:
+    """Return plans that shard most with layers divided among ranks of a node, alone and with experts divided as well.
+
+    Exchanging tokens in every layer takes longer than gathering weights: see `divided_layers` for when it is tried.
+    """
+    plan = trials.plan
+    most = strategies_to_try(plan, False)[0][0]
+    layers = divided_layers(plan, any(option.fits and not option.cpu_offload for option in options))
+    others = [{}, *divided_experts(plan, experts)[:1]]
+    choices = [[dataclasses.replace(most, divided=change | other) for change in layers] for other in others]
+    found = threads.map(lambda sizes: _options_of(sizes, trials, counts), choices)
+    return [option for options in found for option in options]
+
+
+def _fastest_choice(options: list[Option], plan: Plan) -> Choice:
+    """Return the choice of the fastest plan that fits without offload, else that which shards most."""
+    fitting = (option for option in ranked(options) if option.fits and not option.cpu_offload)
+    if best := next(fitting, None):
+        return Choice(best.strategy, best.shard_size, False)
+    return strategies_to_try(plan, False)[0][0]
+
+
 def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     """Return whether weights, optimizer state and the gathered weights that stay until backward exceed `memory` bytes.
 
@@ -280,11 +357,12 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     """
     recipe = plan.recipe
     state = gathered = 0.0
+    parts = max(recipe.parallel.tensor, recipe.parallel.experts)  # at the most, of the weights of layers
     if not recipe.fsdp.cpu_offload:
         each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of others
-        state = (each * counts.trained + plan.gathered_bytes(counts.of_frozen())) / plan.shard_size
+        state = (each * counts.trained + plan.gathered_bytes(counts.of_frozen())) / max(plan.shard_size, parts)
     if not recipe.fsdp.strategy.reshards and not plan.has_whole_shards:
-        gathered = plan.gathered_bytes(counts)
+        gathered = plan.gathered_bytes(counts) / parts
     return state + gathered > memory
 
 
@@ -299,25 +377,45 @@ class _Trials:
         self.own = _option(plan, {}, own)
         self.tried: list[str] = []
         self.failed: list[str] = []
+        self._refused: dict[tuple[str, int], str] = {}
+        self._divided: set[str] = set()  # keys of DIVIDED with which plans were forecast
         self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
         for request in requests:
             self._free.put(request)
 
     def option(self, overrides: dict[str, Any]) -> Option | None:
-        """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed."""
+        """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed.
+
+        None as well if the model refuses to be divided in this way, which is asked once.
+        """
         if not overrides:
             return self.own
+        divided = [(key, overrides[key]) for key in DIVIDED if overrides.get(key, 1) > 1]
+        if any(each in self._refused for each in divided):
+            return None
         plan = varied(self.plan, overrides)
         self.tried.append(command_text(overrides))
         self._progress(len(self.tried))
         request = self._free.get()  # waits for one if all are busy
         try:
-            return _option(plan, overrides, request(plan, self._hardware, **self._job))
+            option = _option(plan, overrides, request(plan, self._hardware, **self._job))
+            self._divided.update(key for key, _ in divided)
+            return option
         except FsdptrainError as error:
+            fields = [problem.field for problem in error.problems] if isinstance(error, RecipeError) else []
+            refused = {each: str(error) for each in divided if each[0] in fields}
+            self._refused |= refused
+            if refused:
+                return None
             self.failed.append(f"{command_text(overrides)}: {error}")
             return None
         finally:
             self._free.put(request)
+
+    def refusals(self) -> list[str]:
+        """Return the first refusal of each key with which no plan was forecast."""
+        first = {key: message for (key, _), message in reversed(self._refused.items()) if key not in self._divided}
+        return [*first.values()]
 
 
 def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast) -> Option:

@@ -158,13 +158,13 @@ class ExpertLoads:
     def largest_over_mean(self) -> torch.Tensor:
         """Return the tokens of the most used expert relative to the mean of its layer, in the most uneven layer.
 
-        Float64, scalar; 0 without experts. Collective: sums what all ranks have counted.
+        Float64 [1], or [0] without experts. Collective: sums what all ranks have counted.
         """
-        if not self._counts.numel():
-            return torch.zeros((), dtype=torch.float64, device=self._counts.device)
+        if not len(self._biases):
+            return torch.zeros(0, dtype=torch.float64, device=self._counts.device)
         dist.all_reduce(self._counts)
         counts = self._counts.double()
-        return (counts.amax(1) / counts.mean(1)).nan_to_num().amax()
+        return (counts.amax(1) / counts.mean(1)).nan_to_num().amax()[None]
 
     def balance(self, rate: float, skipped: torch.Tensor) -> None:
         """Move the routers' biases by `rate` towards balance, unless the step is `skipped`; forget what was counted.

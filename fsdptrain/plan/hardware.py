@@ -203,37 +203,53 @@ OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
 
 @dataclass(frozen=True)
 class HardwareChoice:
-    """The value of `--hardware`: how many cards (None: as the recipe says), which, and a note on an ambiguous name."""
+    """The value of `--hardware`: how many cards (None: as the recipe says), which, and a note on an ambiguous name.
+
+    `count` is the number on each of `nodes` nodes, or of all if that is None: then nodes are filled.
+    """
 
     count: int | None
     hardware: Hardware
     note: str | None = None
+    nodes: int | None = None
+
+    @property
+    def cards(self) -> int | None:
+        """The number of all cards; None: as the recipe says."""
+        return self.count and self.count * (self.nodes or 1)
 
 
 def parse_hardware(text: str) -> HardwareChoice:
-    """Parse `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
+    """Parse `--hardware`: `[[NODESx]COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
 
     The usual spellings of a name are accepted: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with
     the known names, and the nearest.
     """
     if "=" in text:
         return HardwareChoice(None, _custom_hardware(text))
-    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+?)(?::(\d+))?", text.strip().lower())
+    match = re.fullmatch(r"((?:\d+\s*[x×*]\s*)*)(.*?)(?::(\d+))?", text.strip().lower())
     before, name, after = match.groups() if match else ("", text, "")
-    number = before or after
-    count = int(number) if number else None
+    numbers = [int(number) for number in re.findall(r"\d+", f"{before}{after or ''}")]
+    if not name or len(numbers) > (1 if after else 2) or 0 in numbers:
+        expected = (
+            "CARD, GPUSxCARD or NODESxGPUSxCARD, with numbers above 0: 8xh100, or 16x8xh100 for 16 nodes of 8 GPUs"
+        )
+        raise RecipeError(f"--hardware: {text!r} is not known; expected {expected}")
+    nodes, count = [None, None, *numbers][-2:]
     # Of one model, and several if the name has no memory size; `h100` is not `h100-pcie`.
     wanted = _name_words(name)
     models = {known: _model_words(known) for known in KNOWN if wanted and wanted == _name_words(known)[: len(wanted)]}
     shortest = min((len(model) for model in models.values()), default=0)
     found = [KNOWN[known] for known, model in models.items() if len(model) == shortest]
     found = [CPU] if name == "cpu" else found
-    if not found or count == 0 or (before and after):
+    if not found:
         raise RecipeError(f"--hardware: {_unknown_hardware_message(text, name)}")
     chosen, *others = sorted(found, key=lambda hardware: -hardware.memory)
     sizes = " or ".join(hardware.name for hardware in others)
     note = f"--hardware {text}: taken as {chosen.name}, not {sizes}" if others else None
-    return HardwareChoice(count, chosen, note)
+    if nodes and count:
+        chosen = dataclasses.replace(chosen, gpus_per_node=count)
+    return HardwareChoice(count, chosen, note, nodes)
 
 
 def _name_words(name: str) -> list[str]:
@@ -255,8 +271,8 @@ def _unknown_hardware_message(text: str, name: str) -> str:
     near = get_close_matches("".join(name.split()), models, n=1)
     return (
         f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else ".")
-        + f" Known: {', '.join([*KNOWN, 'cpu'])}, each with an optional count (8xh100); or set "
-        f"{','.join(f'{key}=…' for key in CUSTOM)}"
+        + f" Known: {', '.join([*KNOWN, 'cpu'])}, each with optional numbers (8xh100, 16x8xh100: "
+        f"16 nodes of 8); or set {','.join(f'{key}=…' for key in CUSTOM)}"
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def router_loss_note(plan: Plan, bare: PreTrainedModel) -> str | None:
         return None
     return (
         "model.config.output_router_logits: the auxiliary loss is that of the global batch, so all "
-        f"{plan.accumulation} micro-batches of a step pass the model once more, without gradients; a single one does not"
+        f"{plan.accumulation} micro-batches of a step pass the model once more, without gradients"
     )
 
 

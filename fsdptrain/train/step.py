@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 11],
-    or more with measures.
+    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 10],
+    or more with measures or experts.
     """
 
     step: int
@@ -154,7 +154,7 @@ class Engine:
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         unscaled = square / scale.square() if self.loss_scale else square[None]
         numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
-        numbers += [self._loads.largest_over_mean()[None], self._measures / (divisor or 1)]
+        numbers += [self._measures / (divisor or 1), self._loads.largest_over_mean()]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._shard_device)
@@ -177,7 +177,8 @@ class Engine:
     def _stats(self, queued: QueuedStep) -> StepStats:
         """Return what a step measured. Raises NonFiniteError as `read` does."""
         losses, squares, scales, stops, peaks, *others = queued.numbers.read().T
-        reserved, retries, data_seconds, compute_seconds, usual, loads, *measures = others
+        reserved, retries, data_seconds, compute_seconds, usual, *rest = others
+        measures, loads = rest[: len(self._measures)], rest[len(self._measures) :]
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
         if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
@@ -195,7 +196,7 @@ class Engine:
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
-            expert_load=float(loads[0]),
+            expert_load=float(loads[0][0]) if loads else 0.0,
             measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
         )
 

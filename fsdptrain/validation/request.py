@@ -76,7 +76,7 @@ def make_request(
     target = parse_hardware(hardware) if hardware is not None else None
     if target:
         overridden = {path for path, where in loaded.where.items() if where == COMMAND_LINE}
-        topology = topology_of(loaded.recipe, target.count, target.hardware, overridden)
+        topology = topology_of(loaded.recipe, target.cards, target.hardware, overridden)
     else:  # `elsewhere`, because the levels report everything that this machine lacks
         topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
     if price is not None and topology.device == "cpu":

@@ -13,15 +13,17 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.reader import load
-from fsdptrain.errors import FsdptrainError
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.forecast import render
-from fsdptrain.forecast.forecaster import Forecast
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
     changes_that_save_memory,
     command_text,
+    divided_experts,
+    divided_layers,
     micro_batches,
     other_kinds,
     override_words,
@@ -31,7 +33,7 @@ from fsdptrain.forecast.search import (
     search,
     strategies_to_try,
 )
-from fsdptrain.plan.hardware import CPU, KNOWN
+from fsdptrain.plan.hardware import CPU, KNOWN, Hardware
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
 
@@ -329,6 +331,126 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
     for overrides in changes:
         pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
         assert draft_plan(pasted, topology, elsewhere=True)[1] == []
+
+
+# --- layers and experts that ranks divide ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Divided(FakeForecaster):
+    """Layers and experts that ranks divide need less memory; exchanging tokens takes a second, experts save one."""
+
+    refuses: tuple[str, ...] = ()
+
+    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+        parallel = plan.recipe.parallel
+        found = super().__call__(plan, hardware, **job)
+        for name in self.refuses:
+            if getattr(parallel, name) > 1:
+                raise RecipeError([Problem(f"{getattr(parallel, name)} ranks cannot divide X", f"parallel.{name}")])
+        need, step = found.needed_bytes // parallel.tensor, found.step_s + (parallel.tensor > 1)
+        step -= parallel.experts / 8
+        fits = need <= self.memory
+        return dataclasses.replace(found, fits=fits, peak_bytes=need, reserved_bytes=need, step_s=step)
+
+
+def divisions(ask: FakeForecaster) -> Counter[tuple[int, int]]:
+    return Counter((plan.recipe.parallel.tensor, plan.recipe.parallel.experts) for plan in ask.asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "fits", "layers", "experts"),
+    [
+        ((), True, [], [8, 4, 2]), ((), False, [2, 4, 8], [8, 4, 2]),
+        (("parallel.tensor=4",), True, [1, 2], [8, 4, 2]), (("parallel.tensor=4",), False, [1, 2, 8], [8, 4, 2]),
+        (("parallel.experts=4",), True, [], [8, 1, 2]),
+        # Fewer sequences than ranks: as many ranks share a row, and some of them divide layers.
+        (("parallel.context=4", "train.global_batch_size=4"), True, [(2, 2), (4, 1)], [8, 4, 2]),
+        (("parallel.tensor=2", "train.global_batch_size=8"), True, [(1, 2)], [8, 4, 2]),
+        (("parallel.tensor=2", "train.global_batch_size=24"), True, [], [8, 4, 2]),  # not on 16 ranks each
+        (("optim.name=muon",), False, [], []), (("train.float8=rowwise",), False, [], []),
+        (("model.attn_implementation=eager",), False, [], [8, 4, 2]),
+    ],
+)  # fmt: skip
+def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
+    words: tuple[str, ...], fits: bool, layers: list[Any], experts: list[int], tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path, *words, nodes=2, ranks=8)
+    changes = [each if isinstance(each, tuple) else (each, None) for each in layers]
+    assert divided_layers(plan, fits) == [
+        {"parallel.tensor": n} | ({"parallel.context": context} if context else {}) for n, context in changes
+    ]
+    assert divided_experts(plan, 16) == [{"parallel.experts": n} for n in experts]
+    assert divided_experts(plan, 12) == [{"parallel.experts": n} for n in ([4, 2] if 4 in experts else experts[1:])]
+    assert all(change == {"parallel.experts": 1} for change in divided_experts(plan, 0)), "without experts"
+
+
+def test_a_dense_model_that_fits_is_searched_as_if_nothing_could_be_divided(tmp_path: Path) -> None:
+    ask = Divided()
+    advice(plan_of(tmp_path, ranks=8), ask)
+    assert {*divisions(ask)} == {(1, 1)}
+
+
+def test_layers_are_divided_where_nothing_else_fits_before_weights_are_offloaded(tmp_path: Path) -> None:
+    plan, ask = plan_of(tmp_path, nodes=2, ranks=8), Divided(activations=9000)  # 2250 bytes with all recomputed
+    found = advice(plan, ask)
+    best = found.best
+    assert best and best.overrides["parallel.tensor"] == 4 and not best.cpu_offload
+    assert {tensor for tensor, _ in divisions(ask)} == {1, 2, 4}, "the fewest ranks that suffice"
+    assert "layers divided among 4" in render.advice_rows([best])[0][-1]
+    words = ["train.global_batch_size=32", "model.config.num_hidden_layers=16", *override_words(best.overrides)]
+    pasted = draft_plan(load(write_recipe(tmp_path), words), plan.topology, elsewhere=True)
+    assert pasted == (varied(plan, best.overrides), [])
+    ask = Divided(activations=9000, refuses=("tensor",))
+    found = advice(plan, ask)
+    assert sum(count for (tensor, _), count in divisions(ask).items() if tensor > 1) == 3, "each is asked once"
+    assert found.refused == ["parallel.tensor: 2 ranks cannot divide X"] and not found.failed
+    assert found.refused[0] in render.advice_lines(found)
+
+
+def test_experts_are_divided_alone_and_with_layers(tmp_path: Path) -> None:
+    plan, ask = plan_of(tmp_path, nodes=2, ranks=8), Divided(activations=300)
+    found = advice(plan, ask, experts=16)
+    assert {*divisions(ask)} == {(1, 1), (1, 8), (1, 4), (1, 2)}
+    assert found.best and found.best.overrides["parallel.experts"] == 8
+    assert "experts divided among 8" in render.advice_rows([found.best])[0][-1]
+    assert divisions(ask)[1, 4] == divisions(ask)[1, 2] == 1
+    back = advice(varied(plan, {"parallel.experts": 2}), Divided(activations=300), experts=16)
+    whole = next(option for option in back.options if option.overrides.get("parallel.experts") == 1)
+    assert "experts not divided" in render.advice_rows([whole])[0][-1]
+    ask = Divided(activations=5000)
+    found = advice(plan, ask, experts=16)
+    assert {*divisions(ask)} == {(1, 1), (1, 8), (2, 1), (2, 8)}
+    ask = Divided(activations=300, refuses=("experts",))
+    found = advice(plan, ask, experts=16)
+    assert divisions(ask)[1, 8] == 1 and found.refused == ["parallel.experts: 8 ranks cannot divide X"]
+
+
+def test_a_search_with_real_forecasts_divides_layers_and_experts(tmp_path: Path) -> None:
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_key_value_heads": 2}
+    words = ["model.config.model_type=qwen3_moe", *(f"model.config.{key}={value}" for key, value in sparse.items())]
+    plan = plan_of(tmp_path, "model.config.num_hidden_layers=2", *words, "train.global_batch_size=2", ranks=2)
+    with Forecaster() as forecaster:
+
+        def searched(plan: Plan, hardware: Hardware, experts: int) -> tuple[Advice, set[tuple[int, int]]]:
+            asked: list[Plan] = []
+
+            def request(plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
+                asked.append(plan)
+                return forecaster.forecast(plan, hardware, **job)
+
+            found = search(plan, hardware, request(plan, hardware), [request], Counts(1, 1), experts=experts)
+            return found, {(each.recipe.parallel.tensor, each.recipe.parallel.experts) for each in asked}
+
+        found, tried = searched(plan, H100, 4)
+        assert tried == {(1, 1), (1, 2)} and not found.failed and not found.refused
+        assert {"parallel.experts": 2} in [option.overrides for option in found.options]
+        small = dataclasses.replace(H100, memory=found.options[-1].needed_bytes // 2)
+        found, tried = searched(plan, small, 4)
+        assert tried == {(1, 1), (1, 2), (2, 1), (2, 2)} and not found.failed and not found.refused
+        found, tried = searched(plan_of(tmp_path, ranks=2), small, 4)  # dense, whatever the search was told
+        [refused] = found.refused
+        assert refused.startswith("parallel.experts: 2 ranks cannot divide the experts of LlamaForCausalLM: it has no")
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------

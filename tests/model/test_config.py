@@ -111,14 +111,13 @@ def test_an_inner_configuration_keeps_what_is_not_named(tmp_path: Path) -> None:
 
 WAYS_OUT: dict[str, dict[str, Any]] = {  # what is said below → keys that are accepted
     "model.config.sliding_window: .*use_sliding_window: true": {"use_sliding_window": True, "max_window_layers": 1},
-    "model.config.output_router_logits: .*: false": {"output_router_logits": False},
+    "model.config.router_aux_loss_coef: no effect": {"output_router_logits": True},
 }
 REFUSED: dict[str, dict[str, Any]] = {  # what is said → keys
     "model.config.dtype: use model.dtype": {"dtype": "bfloat16"},
     "model.config.attn_implementation: use model.attn_implementation": {"attn_implementation": "eager"},
     "model.config.sliding_window: .*use_sliding_window: true": {"model_type": "qwen2", "sliding_window": 32},
-    "model.config.output_router_logits: .*: false": {"model_type": "mixtral", "output_router_logits": True},
-    "model.config.router_aux_loss_coef: .*remove": {"model_type": "mixtral", "router_aux_loss_coef": 0.1},
+    "model.config.router_aux_loss_coef: no effect": {"model_type": "mixtral", "router_aux_loss_coef": 0.1},
     "model.config.num_labels: .*remove the key": {"num_labels": 3},
     "model.config.rope_theta: remove it, and set all in rope_parameters": {
         "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"},

@@ -36,7 +36,7 @@ class Stream:
 
 
 PLAN: Any = SimpleNamespace(
-    context=1,
+    ranks_of_row=1,
     part_of_row=lambda rank: 0,
     step_positions=lambda step: range(4 * step, 4 * step + 4),
     micro_batches=lambda step, rank: [range(4 * step + 2 * rank, 4 * step + 2 * rank + 1) for _ in range(2)],
