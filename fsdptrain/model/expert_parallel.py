@@ -57,7 +57,7 @@ def divide_experts(model: Any, ranks: int, rank: int) -> None:
             model, {n: Part.of(tuple(tensor.shape), -tensor.ndim, rank, ranks, ranks) for n, tensor in tensors.items()}
         )
         module.num_experts //= ranks
-        model.divided_experts.add(name)
+        model.divided_experts.append(name)
 
 
 def connect_experts(model: Any, group: dist.ProcessGroup) -> None:

@@ -88,7 +88,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: t
     made.float32_names = explicit | _kept_in_float32(made, computed)
     made.frozen_names = set()  # of parameters, by the recipe: see `adapters.freeze`
     made.parts = {}  # of parameters that ranks divide: see `model.parts`
-    made.divided_experts = set()  # names of modules: see `expert_parallel`
+    made.divided_experts = []  # names of modules: see `expert_parallel`
     wide = made.float32_names | _kept_in_float32(made, master)
     for name, tensor in state.items():
         dtype = torch.float32 if name in wide else master

@@ -34,10 +34,8 @@ EXPERTS = "moe_tp_experts"
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"  # what is between them, every rank computes as a whole
 FIRST, LAST = ("colwise", GATHERED), ("rowwise", SPLIT)  # of the layers of a block
 DIVIDED = {**dict.fromkeys((*FIRST, "packed_colwise"), OUT), **dict.fromkeys(LAST, IN)}
-WHOLE = {
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-}  # weights that every rank has: all such gradients are summed
+# Of weights that every rank has: the gradients of all such are summed.
+WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
 def styles(model: Any) -> Iterator[tuple[str, str]]:

@@ -69,11 +69,10 @@ class World:
     """All ranks of a run, seen from this one.
 
     `mesh` is ("shard",) or ("replicate", "shard"); `meshes[n]` is the mesh of the ranks that have the same part of what
-    n ranks divide (1: all ranks). `side` is a gloo group of all ranks for work outside the training
-    loop (checkpoint threads). `hosts` are the host names of the ranks. `attempt` numbers the times that ranks have met
-    in the run folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in
-    attention, and `tensor` divide the layers; `experts` divide the experts. They are None where there would be one rank
-    in each.
+    n ranks divide (1: all ranks). `side` is a gloo group of all ranks for work outside the training loop (checkpoint
+    threads). `hosts` are the host names of the ranks. `attempt` numbers the times that ranks have met in the run
+    folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in attention, and
+    `tensor` divide the layers; `experts` divide the experts. They are None where there would be one rank in each.
     """
 
     rank: int
@@ -250,9 +249,9 @@ def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
     }  # fmt: skip
     found: dict[str, dist.ProcessGroup | None] = {}
     for name, lists in ranks.items():
-        same = next((other for other in found if lists.equal(ranks[other])), None)
+        same = [other for other in found if name == SHARERS and lists.equal(ranks[other])]
         if lists.shape[1] == 1 or same:
-            found[name] = found[same] if same else None
+            found[name] = found[same[0]] if same else None
         else:
             found[name], _ = dist.new_subgroups_by_enumeration(lists.tolist(), timeout=timeout, group_desc=name)
     context = found[CONTEXT]

@@ -184,7 +184,7 @@ def exchanged(routes: dict[str, list[list[list[int]]]]) -> dict[str, float]:
         nn.init.normal_(param, std=0.1)
     own.load_state_dict(whole.state_dict())
     divided: Any = models[1]
-    divided.parts, divided.divided_experts = {}, set()
+    divided.parts, divided.divided_experts = {}, []
     divide_experts(divided, 4, rank)
     connect_experts(divided, dist.group.WORLD)
     found = {}
