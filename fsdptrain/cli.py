@@ -512,7 +512,8 @@ def submit(
     nodes: Annotated[int | None, option("N", "default: launch.nnodes, of a range the most", min=1)] = None,
     gpus_per_node: Annotated[int | None, option("N", "GPUs of a node; 0: train on the CPU", min=0)] = None,
     hardware: Annotated[
-        str | None, option("CARDS", "the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit")
+        str | None,
+        option("CARDS", "the GPUs of a node, or of nodes: 8xh100-80gb, 16x8xh100: refuse a run that does not fit"),
     ] = None,
     sbatch: Annotated[list[str] | None, option("OPTION", "another option of sbatch, such as --constraint=ib")] = None,
     time_limit: Annotated[
@@ -529,8 +530,12 @@ def submit(
 
     # Check every option before the dry run starts, because that takes a while.
     target = parse_hardware(hardware) if hardware is not None else None
-    gpus = jobs.gpus_of_node(target, gpus_per_node)
-    job = jobs.prepare_job(recipe, written, overrides or [], nodes, gpus)
+    gpus, named = jobs.gpus_of_node(target, gpus_per_node), target.nodes if target else None
+    if nodes and named and nodes != named:
+        raise RecipeError(
+            f"--nodes: {nodes} contradicts --hardware {hardware}, which has {named}: remove one of the two"
+        )
+    job = jobs.prepare_job(recipe, written, overrides or [], nodes or named, gpus)
     own = {"--time": time_limit, "--partition": partition, "--account": account}
     text = jobs.slurm_script(job, sbatch or [], own)
     if target and target.note:

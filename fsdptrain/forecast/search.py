@@ -24,7 +24,7 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import FsdptrainError, RecipeError, listed
+from fsdptrain.errors import FsdptrainError, listed
 from fsdptrain.forecast.forecaster import Forecast, hardware_of
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
@@ -402,8 +402,7 @@ class _Trials:
             self._divided.update(key for key, _ in divided)
             return option
         except FsdptrainError as error:
-            fields = [problem.field for problem in error.problems] if isinstance(error, RecipeError) else []
-            refused = {each: str(error) for each in divided if each[0] in fields}
+            refused = {each: str(error) for each in divided if str(error).startswith(f"{each[0]}: ")}
             self._refused |= refused
             if refused:
                 return None

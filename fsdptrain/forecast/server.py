@@ -27,7 +27,9 @@ from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
+from fsdptrain.model.expert_parallel import check_experts
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.tensor_parallel import check_layers
 from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import BEYOND_RUNS, CALIBRATED, SAME_CHIP, Hardware
@@ -55,6 +57,8 @@ def estimate(
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
     model = counted_model(plan, config) if bare is None or plan.freezes else bare
+    for check, ranks in ((check_layers, plan.recipe.parallel.tensor), (check_experts, plan.recipe.parallel.experts)):
+        check(model if bare is None else bare, ranks)
     weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:

@@ -38,15 +38,13 @@ SAVED = [  # selective checkpointing does not recompute these: matrix products a
     aten._scaled_mm.default, *ATTENTION,
 ]  # fmt: skip
 
-CHOICE = [aten.topk.default]  # of experts: computed again, a near-tie might send a token elsewhere
-
 KERNELS = ("sdpa", varlen.NAME)  # in transformers' registry: those whose attention is one of these operators
 
 
 def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device, sends_tokens: bool = False) -> None:
     """Free the activations of these layers after forward and compute them again in backward.
 
-    If they send tokens to experts of other ranks, the choice of experts is kept.
+    If they send tokens to experts of other ranks, the choice of experts is kept: see `Choices`.
     """
     if how.kind == "none":
         return
@@ -57,9 +55,10 @@ def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device,
         if how.beside_compiler:
             layer.forward = _sent_or_kept(layer.forward, how.keep_attention, offload)
         else:
-            saved = (SAVED if how.kind == "selective" else []) + (CHOICE if sends_tokens else [])
-            context = functools.partial(create_selective_checkpoint_contexts, saved)
-            layer.forward = _recomputed(layer.forward, context if saved else None)
+            context = (
+                functools.partial(create_selective_checkpoint_contexts, SAVED) if how.kind == "selective" else None
+            )
+            layer.forward = _recomputed(layer.forward, _with_choices(context) if sends_tokens else context)
 
 
 def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
@@ -70,6 +69,73 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
         return checkpoint(forward, *args, **options, **kwargs)
 
     return recomputed
+
+
+def _with_choices(others: Callable[[], Any] | None) -> Callable[[], Any]:
+    """Return what makes the contexts of a layer's forward and recomputation: these, and those of its `Choices`."""
+
+    @contextlib.contextmanager
+    def both(first: Any, second: Any) -> Iterator[None]:
+        with first, second:
+            yield
+
+    def made() -> tuple[Any, Any]:
+        own, more = Choices().contexts(), others() if others else (contextlib.nullcontext(), contextlib.nullcontext())
+        return both(more[0], own[0]), both(more[1], own[1])
+
+    return made
+
+
+class Choices(TorchDispatchMode):
+    """What the routers of a layer have chosen in its forward, which recomputation does not choose again.
+
+    A near-tie that is decided otherwise would send a token to another rank. `keep_choices` lets blocks with experts
+    enter it: in all other operators it would take time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return a context for the forward of the layer, and one for its recomputation."""
+        return self._active(recomputing=False), self._active(recomputing=True)
+
+    @contextlib.contextmanager
+    def _active(self, recomputing: bool) -> Iterator[None]:
+        self._given = iter(self._found) if recomputing else None
+        _choosing.append(self)
+        try:
+            yield
+        finally:
+            _choosing.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, or repeat what it has chosen."""
+        if func is not aten.topk.default:
+            return func(*args, **(kwargs or {}))
+        if self._given is None:
+            values, indices = func(*args, **(kwargs or {}))
+            self._found.append((values.clone(), indices.clone()))  # some routers change them in place
+            return values, indices
+        values, indices = next(self._given)
+        return values.clone(), indices.clone()
+
+
+_choosing: list[Choices] = []  # of the layer that computes
+
+
+def keep_choices(block: Any) -> None:
+    """Let a block with a router and experts keep what it chooses, in a layer that is recomputed."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with _choosing[-1] if _choosing else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    block.forward = kept
 
 
 def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | None) -> Callable[..., Any]:

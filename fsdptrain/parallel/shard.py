@@ -35,7 +35,7 @@ from fsdptrain.model.tensor_parallel import connect_blocks, divide_layers, note_
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import gather_itself, keep_float32, name_collectives, takes_two_dtypes
-from fsdptrain.parallel.recompute import KERNELS, recompute
+from fsdptrain.parallel.recompute import KERNELS, keep_choices, recompute
 from fsdptrain.parallel.world import World, first_row, send
 from fsdptrain.plan.plan import Plan
 
@@ -70,6 +70,8 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
         note_whole_weights(model, world.tensor.size())
     if world.experts is not None:
         connect_experts(model, world.experts)
+        for name in model.divided_experts:
+            keep_choices(model.get_submodule(name.rpartition(".")[0]))
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
         tiles.install()

@@ -308,7 +308,8 @@ def _advise(
         forecasters = [forecaster, *(stack.enter_context(Forecaster()) for _ in range(others))]
         advice = search(
             request.plan, hardware, own, [each.forecast for each in forecasters], counts,
-            lambda tried: findings.send_progress("comparing plans", tried, 0), vocab_size=vocab_size,
+            lambda tried: findings.send_progress("comparing plans", tried, 0), experts=model["experts"],
+            vocab_size=vocab_size,
         )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_lines(advice))

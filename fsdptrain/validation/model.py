@@ -20,7 +20,7 @@ from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
 from fsdptrain.model.parts import Part
-from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, tied, weights_of
+from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, expert_count, tied, weights_of
 from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -102,6 +102,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     return {
         "architecture": type(model).__name__,
         "attention": plan.recipe.model.attn_implementation,
+        "experts": expert_count(model.config),
         "parameters": count.all,
         "trainable_parameters": count.trained,
         "adapter_parameters": count.adapters,

@@ -33,7 +33,7 @@ from fsdptrain.forecast.search import (
     search,
     strategies_to_try,
 )
-from fsdptrain.plan.hardware import CPU, KNOWN, Hardware
+from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.plan.topology import Topology
 
@@ -368,8 +368,8 @@ def divisions(ask: FakeForecaster) -> Counter[tuple[int, int]]:
         (("parallel.context=4", "train.global_batch_size=4"), True, [(2, 2), (4, 1)], [8, 4, 2]),
         (("parallel.tensor=2", "train.global_batch_size=8"), True, [(1, 2)], [8, 4, 2]),
         (("parallel.tensor=2", "train.global_batch_size=24"), True, [], [8, 4, 2]),  # not on 16 ranks each
-        (("optim.name=muon",), False, [], []), (("train.float8=rowwise",), False, [], []),
-        (("model.attn_implementation=eager",), False, [], [8, 4, 2]),
+        (("optim.name=adafactor",), False, [], []), (FLOAT8, False, [], []),
+        (("optim.name=muon",), False, [], [8, 4, 2]), (("model.attn_implementation=eager",), False, [], [8, 4, 2]),
     ],
 )  # fmt: skip
 def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
@@ -429,28 +429,21 @@ def test_experts_are_divided_alone_and_with_layers(tmp_path: Path) -> None:
 def test_a_search_with_real_forecasts_divides_layers_and_experts(tmp_path: Path) -> None:
     sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_key_value_heads": 2}
     words = ["model.config.model_type=qwen3_moe", *(f"model.config.{key}={value}" for key, value in sparse.items())]
-    plan = plan_of(tmp_path, "model.config.num_hidden_layers=2", *words, "train.global_batch_size=2", ranks=2)
+    words += ["model.config.num_hidden_layers=2", "fsdp.mixed_precision.param_dtype=bfloat16"]
+    plan = plan_of(tmp_path, *words, "train.global_batch_size=2", "parallel.tensor=2", ranks=2)
+    asked: list[Plan] = []
     with Forecaster() as forecaster:
 
-        def searched(plan: Plan, hardware: Hardware, experts: int) -> tuple[Advice, set[tuple[int, int]]]:
-            asked: list[Plan] = []
+        def request(plan: Plan, hardware: Any, **job: Any) -> Forecast:
+            asked.append(plan)
+            return forecaster.forecast(plan, hardware, **job)
 
-            def request(plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
-                asked.append(plan)
-                return forecaster.forecast(plan, hardware, **job)
-
-            found = search(plan, hardware, request(plan, hardware), [request], Counts(1, 1), experts=experts)
-            return found, {(each.recipe.parallel.tensor, each.recipe.parallel.experts) for each in asked}
-
-        found, tried = searched(plan, H100, 4)
-        assert tried == {(1, 1), (1, 2)} and not found.failed and not found.refused
-        assert {"parallel.experts": 2} in [option.overrides for option in found.options]
-        small = dataclasses.replace(H100, memory=found.options[-1].needed_bytes // 2)
-        found, tried = searched(plan, small, 4)
-        assert tried == {(1, 1), (1, 2), (2, 1), (2, 2)} and not found.failed and not found.refused
-        found, tried = searched(plan_of(tmp_path, ranks=2), small, 4)  # dense, whatever the search was told
-        [refused] = found.refused
-        assert refused.startswith("parallel.experts: 2 ranks cannot divide the experts of LlamaForCausalLM: it has no")
+        found = search(plan, H100, request(plan, H100), [request], Counts(1, 1), experts=4)
+        divided = {(each.recipe.parallel.tensor, each.recipe.parallel.experts) for each in asked}
+        assert divided == {(2, 1), (2, 2), (1, 1), (1, 2)} and not found.failed and not found.refused
+        overrides = [option.overrides for option in found.options]
+        assert any(each.get("parallel.tensor") == 1 for each in overrides)
+        assert any(each.get("parallel.experts") == 2 for each in overrides)
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------

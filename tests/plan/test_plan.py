@@ -25,12 +25,12 @@ def test_every_shipped_recipe_is_planned(path: Path) -> None:
     gpus = ",".join(map(str, range(4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8)))
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
     overrides += ["model.id=org/name"] if "id: runs/" in path.read_text() else []  # of a run that was not made here
-    overrides += ["launch.rdzv_endpoint=node0:29500"] if "hybrid" in path.stem else []
+    overrides += ["launch.rdzv_endpoint=node0:29500"] if "nnodes" in path.read_text() else []
     plan = plan_here(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}))
     recipe = plan.recipe
     assert plan.replicas * plan.shard_size == plan.topology.world_size
     batch = plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size
-    assert batch == recipe.train.global_batch_size * recipe.parallel.context
+    assert batch == recipe.train.global_batch_size * recipe.parallel.ranks_of_row
     assert plan.topology.device == ("cpu" if on_cpu else "cuda")
     assert plan.compiles == (not on_cpu)  # train.compile: auto
     assert Plan.from_json(plan.to_json()) == plan

@@ -90,7 +90,7 @@ SOAK = pytest.mark.soak
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a recipe that starts from a random mixture of experts, on packed documents."""
     tmp = tmp_path_factory.mktemp("divided")
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     recipe = write_pretrained(
         tmp, Qwen3MoeConfig(**TINY, **experts, head_dim=16), data__eval={"fraction": 0.1}, train__steps=STEPS,
         train__global_batch_size=BATCH, train__micro_batch_size=2,

@@ -229,6 +229,28 @@ def test_the_number_of_cards_replaces_what_the_file_says_and_not_the_command_lin
         make_request(load(written, [override]), hardware, False)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "ranks"),
+    [("16x8xh100", 16, 8), ("2 × 4 × H100 80GB", 2, 4), ("1x2xh100", 1, 2), ("4x2xgh200", 4, 2), ("3x4xcpu", 3, 4)],
+)
+def test_hardware_may_say_how_many_nodes_there_are(hardware: str, nodes: int, ranks: int, tmp_path: Path) -> None:
+    written = write_recipe(tmp_path, train__global_batch_size=384, launch={"nnodes": 2, "rdzv_endpoint": "a:1"})
+    request = make_request(load(written), hardware, False)
+    topology = request.plan.topology
+    assert (topology.nnodes, topology.nproc_per_node, request.problems) == (nodes, ranks, [])
+    assert Request.from_record(json.loads(json.dumps(request.to_record()))) == request
+    with pytest.raises(RecipeError, match=rf"launch\.nnodes: 5 contradicts --hardware .*, which has {nodes}: set"):
+        make_request(load(written, ["launch.nnodes=5"]), hardware, False)
+
+
+@pytest.mark.parametrize("hardware", ["0x8xh100", "16x0xh100", "2x16x8xh100", "16x8xh100:4", "16x8x", "8x", "x", ":4"])
+def test_numbers_of_cards_that_mean_nothing_are_refused_with_an_example(hardware: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as refused:
+        make_request(load(write_recipe(tmp_path)), hardware, False)
+    message = str(refused.value)
+    assert message.startswith(f"--hardware: '{hardware}' is not known") and "16x8xh100" in message
+
+
 def test_several_nodes_need_a_rendezvous(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path), "launch.nnodes=2")
     problems = map(str, levels.machine_problems(plan, levels.describe_machine(plan)))
