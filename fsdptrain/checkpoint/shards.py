@@ -65,16 +65,17 @@ class Shard:
         for start, stop in part.spans:
             own = range(first, first + len(local)) if axis == 0 else range(sum(b - a for a, b in part.spans))
             begin, end = max(at, own.start), min(at + stop - start, own.stop)
-            box[axis] = (begin - own.start, start + begin - at, max(0, end - begin))
-            boxes.append(tuple(box))
+            if begin < end:
+                box[axis] = (begin - own.start, start + begin - at, end - begin)
+                boxes.append(tuple(box))
             at += stop - start
         return cls(local, tuple(boxes), shape)
 
     @property
     def rows(self) -> range:
         """The rows of the whole among which all of these numbers are."""
-        firsts, counts = zip(*((first, count) for (_, first, count), *_ in self.boxes), strict=True)
-        return range(min(firsts), max(first + count for first, count in zip(firsts, counts, strict=True)))
+        spans = [(first, first + count) for (_, first, count), *_ in self.boxes]
+        return range(min((first for first, _ in spans), default=0), max((stop for _, stop in spans), default=0))
 
 
 def shards_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -41,6 +42,7 @@ from fsdptrain.checkpoint.manifest import (
 from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
 from fsdptrain.checkpoint.shards import CheckpointReader, Shard, shard_of, share_of_rank
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, from_record, to_record
+from fsdptrain.model.parts import Part
 from fsdptrain.run_folder.ownership import write_export_record, write_mark
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import open_storage
@@ -561,6 +563,39 @@ def test_the_copies_of_a_model_share_what_they_write(copies: int) -> None:
     assert sum("buffer" in share for share in shares) == 1
     sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
     assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more
+
+
+def layout(shape: tuple[int, ...], draw: random.Random) -> list[Shard]:
+    """Divide a tensor of numbers in their order among ranks as a random layout does; return what each rank has."""
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    count, shards = draw.choice([1, 2, 4]), draw.randint(1, 5)
+    dim, packed = draw.randint(-len(shape), -1), draw.choice([1, 2])
+    found = []
+    for number in range(count):
+        part = Part.of(shape, dim, number, count, count, packed)
+        own = part.take(whole)
+        rows = -(-len(own) // shards)
+        found += [
+            Shard.of_rows(own[n * rows : (n + 1) * rows], n * rows, shape, part)
+            for n in range(shards)
+            if n * rows < len(own)
+        ]
+    return found
+
+
+def test_what_any_layout_has_written_any_other_reads(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    for number, shape in enumerate([(16, 8), (8, 16, 24), (8,), (24, 8, 8)] * 6):
+        folder, files = tmp_path / str(number), {}
+        folder.mkdir()
+        for rank, shard in enumerate(layout(shape, draw)):
+            path = folder / f"rank-{rank:05d}.safetensors"
+            files |= dict(filter(None, [write_shards(path, {"x": shard}, False)]))
+        with CheckpointReader(folder, sorted(files)) as reader:
+            for wanted in layout(shape, draw):
+                made = replace(wanted, local=torch.full_like(wanted.local, torch.nan))
+                reader.fill("x", made)
+                assert torch.equal(made.local, wanted.local), (shape, wanted.boxes)
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.model.tiles import attention
 from fsdptrain.model.varlen import attend_within_documents
 from fsdptrain.parallel import recompute as module
-from fsdptrain.parallel.recompute import Kept, Offload, recompute
+from fsdptrain.parallel.recompute import Kept, Offload, keep_choices, recompute
 
 CPU = torch.device("cpu")
 FORMS = {
@@ -199,3 +199,32 @@ def test_a_layer_that_names_its_input_is_refused() -> None:
     recompute([layer], Recomputation("full", offload=True), CPU)
     with pytest.raises(RecipeError, match="need layers that take their input as the first argument"):
         layer(x=torch.randn(2, 5, 8))
+
+
+class Routed(nn.Module):
+    """A layer whose router chooses otherwise each time it is asked, and changes what `topk` has returned in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.asked = nn.Parameter(torch.randn(6, 8)), list[list[int]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, chosen = (x @ self.experts.T + torch.randn(6)).softmax(-1).topk(2, dim=-1)
+        values /= values.sum(-1, keepdim=True)
+        self.asked.append(chosen.flatten().tolist())
+        return (values[..., None] * self.experts[chosen]).sum(-2) * x
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_router_that_is_recomputed_chooses_what_it_has_chosen(kind: Any) -> None:
+    torch.manual_seed(0)
+    layers = [Routed(), Routed()]
+    for layer in layers:
+        keep_choices(layer)
+    recompute([*layers], Recomputation(kind), CPU, sends_tokens=True)
+    x = torch.randn(5, 8, requires_grad=True)
+    layers[1](layers[0](x)).sum().backward()
+    for layer in layers:
+        first, again = layer.asked
+        assert first == again and len({*first}) > 2
+    assert x.grad is not None and layers[0].experts.grad is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -143,8 +142,11 @@ def test_every_gradient_and_the_export_are_those_of_one_process(recipe: Path, tm
 
 
 RESUMES = {  # layout → another, in which its checkpoint is continued
-    "tensor 4": ([FOUR], [TENSOR, EXPERTS]), "experts": ([ALL, TENSOR], []), "no division": ([], [FOUR, ALL]),
-}  # fmt: skip
+    "tensor 4": ([FOUR], [TENSOR, EXPERTS]),
+    "experts": ([ALL, TENSOR], []),
+    "no division": ([], [FOUR, ALL]),
+    "adapters": ([TENSOR, *ON_EXPERTS], [ALL, *ON_EXPERTS]),
+}
 
 
 @pytest.mark.parametrize("layout", RESUMES)
@@ -153,7 +155,7 @@ def test_a_run_resumes_bitwise_and_in_another_layout(layout: str, recipe: Path, 
     (own, others), folder = RESUMES[layout], f"output_dir={tmp_path / 'run'}"
     whole = on_ranks(4, "save_between", tmp_path / "a", **words, overrides=[*own, folder], at=2)[0]
     same = on_ranks(4, "resume", tmp_path / "b", **words, overrides=[*own, folder])[0]
-    ranks = 2 if others and "4" not in others[0] else 4
+    ranks = 2 if TENSOR in others else 4
     other = on_ranks(ranks, "resume", tmp_path / "c", **words, overrides=[*others, folder])[0]
     assert same["first"] == 2 and same["curve"] == whole["curve"][2:]
     assert other["samples"] == whole["samples"][2:]
@@ -287,7 +289,7 @@ def test_experts_may_be_divided_over_several_whole_nodes(tmp_path: Path) -> None
 def test_every_architecture_that_is_accepted_gives_the_same(word: str, recipe: Path, tmp_path: Path) -> None:
     plan, accepted = planned(recipe, word, ranks=2), dict[str, list[str]]()
     for kind in KINDS_OF_ALL:
-        with contextlib.suppress(RecipeError):
+        try:
             config = small_config(kind)
             bare = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
             if word == TENSOR:
@@ -297,6 +299,8 @@ def test_every_architecture_that_is_accepted_gives_the_same(word: str, recipe: P
             config.save_pretrained(tmp_path / kind)
             alone = ["data.packing=none"] if word == EXPERTS else []
             accepted[kind] = [f"model.id={tmp_path / kind}", "model.init=random", *alone, *UNSCALED.get(kind, [])]
+        except RecipeError as error:
+            print(f"{kind:32} {error}")
     print(f"{len(accepted)} of {len(KINDS_OF_ALL)} architectures are accepted")
     assert len(accepted) > 50
     assert_options_agree(accepted, recipe, tmp_path, limit=2e-6, apart=2e-5, timeout=3600, share=word)
