@@ -444,6 +444,9 @@ def test_a_search_with_real_forecasts_divides_layers_and_experts(tmp_path: Path)
         overrides = [option.overrides for option in found.options]
         assert any(each.get("parallel.tensor") == 1 for each in overrides)
         assert any(each.get("parallel.experts") == 2 for each in overrides)
+        dense = plan_of(tmp_path, "train.global_batch_size=2", ranks=2)  # whatever the search was told
+        [refused] = search(dense, H100, request(dense, H100), [request], Counts(1, 1), experts=4).refused
+        assert refused.startswith("parallel.experts: 2 ranks cannot divide the experts of LlamaForCausalLM")
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
