@@ -295,13 +295,15 @@ def test_a_mixture_from_scratch_and_a_warmup_longer_than_the_run_are_noted(tmp_p
         dry_run(Request(plan_of(tmp_path, MODELS[name], schedule__warmup=100 if name == "mixtral" else 2)), findings)
         notes[name] = findings.notes
         assert ("schedule.warmup: the warm-up has 100 steps and the run 4" in findings.verdict) == (name == "mixtral")
-    balance = "model: a mixture of 8 experts from scratch. Nothing balances them"
+    balance = "model: a mixture of 8 experts from scratch, which nothing balances"
     assert [any(balance in note for note in found) for found in notes.values()] == [False, True]
     plan = plan_of(tmp_path, MODELS["mixtral"])
     config = load_config(plan, 512)
     model = dataclasses.replace(plan.recipe.model, id="org/mixture", init="pretrained")
     pretrained = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, model=model))
     assert balance_note(plan, config) and balance_note(pretrained, config) is None
+    config.output_router_logits = True  # with the auxiliary loss
+    assert balance_note(plan, config) is None
 
 
 @pytest.mark.parametrize("has_units", [True, False])
