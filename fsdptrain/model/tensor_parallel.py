@@ -78,7 +78,10 @@ def _obstacle(model: Any, ranks: int) -> str | None:
             return f"{name} has {heads} heads"
         if getattr(block, "activation_sparsity", 0):  # gemma3n
             return f"{_block(name)} compares its features with one another"
+    hidden = model.config.get_text_config().hidden_size
     for name, part in _parts(model, ranks, 0).items():
+        if len(part.shape) == 3 and part.shape[IN if part.dim == OUT else OUT] != hidden:  # of experts
+            return f"the weights of {_block(name)} are transposed or have biases"
         if (size := part.shape[part.dim]) % (part.count * len(part.spans)):
             return f"{name} has {size} {'results' if part.dim == OUT else 'inputs'}"
     return None
