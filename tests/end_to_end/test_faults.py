@@ -473,9 +473,9 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
 
 STOPS: dict[str, dict[str, Any]] = {  # moment → the call in which the signal comes
     "tokenising": {"where": "fsdptrain.data.encode:Encoder.__call__"},
-    "loading": {"where": "fsdptrain.model.skeleton:draw_weights"},
+    "loading": {"where": "fsdptrain.train.setup:draw_weights"},
     "resuming": {"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"},
-    "forward": {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 7},
+    "forward": {"where": "fsdptrain.train.step:begin_micro_batch", "call": 7},
     "evaluation": {"where": "fsdptrain.train.step:Engine.evaluate", "call": 2},  # after some steps
     "saving": {"where": WRITE, "call": 2},
     "export": {"where": WRITE_FOLDER},
