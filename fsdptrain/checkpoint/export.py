@@ -69,15 +69,24 @@ from fsdptrain.text import printable
 def gathered_tensors(
     model: Any, groups: list[list[str]], world: World, between_groups: Callable[[], None]
 ) -> Iterator[Tensors]:
-    """Yield the state of a live sharded model on the CPU, group by group; collective. Empty but on rank 0."""
+    """Yield the state of a live sharded model on the CPU, group by group; collective. Empty but on rank 0.
+
+    Of a pipeline, the first rank of a stage sends what only that stage has.
+    """
     tensors = saved_state(model)
+    own = [*tensors] if world.rank == world.first_of_stage else []
+    first = {name: rank for rank, names in reversed([*enumerate(world.gather_objects(own))]) for name in names}
     for group in groups:
         between_groups()
         tensors_on_cpu = {}
         for name in group:
-            whole = whole_tensor(tensors[name].detach(), model.parts.get(name), world)
+            whole = []
+            if name in tensors and name not in model.repeated:
+                whole = [whole_tensor(tensors[name].detach(), model.parts.get(name), world)]
+            if world.rank in (0, first[name]):
+                whole = world.list_on_rank_zero([each.cpu() for each in whole], first[name])
             if world.rank == 0:
-                tensors_on_cpu[name] = whole.cpu()
+                tensors_on_cpu[name] = whole[0]
         yield tensors_on_cpu
 
 

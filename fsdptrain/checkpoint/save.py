@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -43,7 +44,14 @@ from fsdptrain.checkpoint.manifest import (
 )
 from fsdptrain.checkpoint.nodes import check_space, report_full_disk
 from fsdptrain.checkpoint.resume import resume_problems
-from fsdptrain.checkpoint.shards import Shard, find_pieces, load_checkpoint, shards_of, share_of_rank
+from fsdptrain.checkpoint.shards import (
+    Shard,
+    find_pieces,
+    load_checkpoint,
+    shards_of,
+    share_of_rank,
+    without_repeated,
+)
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.parallel.recompute import pin_memory
 from fsdptrain.parallel.world import World
@@ -92,7 +100,7 @@ class Checkpointer:
         self.wait()
         started = time.monotonic()
         shards = shards_of(model, optimizer, self.plan.recipe.optim, self.world)
-        own = share_of_rank(shards, self.world.rank)
+        own = share_of_rank(without_repeated(shards, model), self.world.rank)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
         self._saved.add(step)
@@ -275,6 +283,9 @@ class Checkpointer:
                 # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
                 manifest = self.from_rank_zero(f"read {folder}", partial(read_manifest, folder))
                 shards, files = shards_of(model, optimizer, self.plan.recipe.optim), sorted(manifest.files)
+                if self.world.messages:  # the files have the tensors of all stages
+                    of_ranks = self.world.gather_objects({name: shard.empty() for name, shard in shards.items()})
+                    shards = dict(ChainMap(shards, *of_ranks))
                 # Every rank reads the headers of its share of the files, and opens those with its rows.
                 share = slice(self.world.rank, None, self.world.size)
                 found = self._on_every_rank(f"load {folder}", partial(find_pieces, folder, files, shards, share))

@@ -71,6 +71,10 @@ class Shard:
             at += stop - start
         return cls(local, tuple(boxes), shape)
 
+    def empty(self) -> Shard:
+        """Return the shard of a rank that has no number of this tensor."""
+        return replace(self, local=torch.empty(0, dtype=self.local.dtype), boxes=(), holders=())
+
     @property
     def rows(self) -> range:
         """The rows of the whole among which all of these numbers are."""
@@ -104,6 +108,12 @@ def shards_of(
                 shard = replace(Shard.of_rows(local, own.rows.start, tensor.shape), holders=own.holders)
             shards[f"optim.{name}.{tensor.key}"] = shard
     return shards
+
+
+def without_repeated(shards: dict[str, Shard], model: Any) -> dict[str, Shard]:
+    """Return the shards without those that an earlier stage of a pipeline saves."""
+    repeated = tuple(prefix for name in model.repeated for prefix in (f"model.{name}", f"optim.{name}."))
+    return {name: shard for name, shard in shards.items() if not name.startswith(repeated)} if repeated else shards
 
 
 def share_of_rank(shards: dict[str, Shard], rank: int) -> dict[str, Shard]:

@@ -335,6 +335,7 @@ def _parallel_problems(recipe: Recipe) -> Iterator[Problem]:
         "fsdp.wrap": (fsdp.wrap != "auto", "use fsdp.wrap: auto"),
         "fsdp.bucket_cap_mb": (fsdp.bucket_cap_mb is not None, "remove one of the two"),
     }
+    yield from _pipeline_problems(recipe)
     for name in ("tensor", "experts"):
         if getattr(parallel, name) == 1:
             continue
@@ -342,6 +343,26 @@ def _parallel_problems(recipe: Recipe) -> Iterator[Problem]:
         for key, (is_set, way_out) in {**others, f"optim.name: {recipe.optim.name}": optimizer}.items():
             if is_set:
                 yield Problem(f"weights that ranks divide are not supported with {key}: {way_out}", f"parallel.{name}")
+
+
+def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.parallel
+    if parallel.pipeline == 1:
+        for name in ("schedule", "stage_layers"):
+            if getattr(parallel, name) not in ("1f1b", None):
+                yield Problem("has no effect without a pipeline: set parallel.pipeline", f"parallel.{name}")
+        return
+    if parallel.stage_layers is not None and len(parallel.stage_layers) != parallel.stages:
+        message = f"{len(parallel.stage_layers)} numbers of layers for {parallel.stages} stages: give one for each"
+        yield Problem(message, "parallel.stage_layers")
+    others = {
+        "train.objective: dpo": (recipe.train.objective == "dpo", "use parallel.tensor or context"),
+        "fsdp.wrap": (recipe.fsdp.wrap != "auto", "use fsdp.wrap: auto"),
+        "fsdp.bucket_cap_mb": (recipe.fsdp.bucket_cap_mb is not None, "remove one of the two"),
+    }
+    for key, (is_set, way_out) in others.items():
+        if is_set:
+            yield Problem(f"a pipeline is not supported with {key}: {way_out}", "parallel.pipeline")
 
 
 def _router_problems(recipe: Recipe) -> Iterator[Problem]:

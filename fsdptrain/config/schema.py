@@ -266,16 +266,36 @@ class Parallel:
     tensor: ranks of a node that divide the weights of each decoder layer, and share rows: for models that are too large
         for FSDP alone, or steps of fewer sequences than ranks
     experts: ranks that divide the experts of each layer, and send tokens to them instead of gathering all experts
+    pipeline: groups of ranks that have the decoder layers one after another, and pass micro-batches on: for models
+        over many nodes with slow links
+    schedule: order of forward (F) and backward (B) passes in a pipeline: 1f1b: one of each in turn; gpipe: all F, then
+        all B; interleaved: 1f1b, with several stages on each rank
+    chunks: stages on each rank with schedule: interleaved (default: 2)
+    stage_layers: number of decoder layers of each stage, from the first; default: stages that take about equally long
     """
 
     context: int = key(1, at_least=1)
     tensor: int = key(1, at_least=1)
     experts: int = key(1, at_least=1)
+    pipeline: int = key(1, at_least=1)
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = key("1f1b", unset="1f1b")
+    chunks: int | None = key(None, at_least=2, needs={"parallel.schedule": ["interleaved"]})
+    stage_layers: list[int] | None = None
 
     @property
     def ranks_of_row(self) -> int:
         """The ranks that share each row."""
         return self.context * self.tensor
+
+    @property
+    def stages(self) -> int:
+        """The stages of the pipeline: stage k is on the ranks of group k modulo `pipeline`."""
+        return self.pipeline * self.stages_of_rank
+
+    @property
+    def stages_of_rank(self) -> int:
+        """The stages that each rank has."""
+        return self.chunks or 2 if self.schedule == "interleaved" else 1
 
 
 def _optimizers_with(setting: str) -> dict[str, Any]:

@@ -394,11 +394,11 @@ def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[Any, str, to
     """Set the adapters of a sharded model, whose base has weights: from `adapter.from`, else as peft draws them.
 
     What is drawn depends on the seed and the parameter's name only, so every world size starts from the same weights.
-    Collective with DoRA. Raises RecipeError if the folder has other tensors, or values that are not finite.
+    Collective with DoRA. Raises RecipeError if the folder, of which `check_adapter_file` has seen the names, has values
+    that are not finite.
     """
     folder = plan.recipe.adapter.from_
     if folder is not None:
-        check_adapter_file(model, Path(folder))
         for name, tensor in saved_tensors(model, Path(folder)):
             copy_own_rows(model, name, tensor)
         return

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.model.parts import Part, keep_own_parts
-from fsdptrain.model.units import decoder_layers, full_name
+from fsdptrain.model.units import decoder_layers, expert_count, full_name
 
 BIASES = ("e_score_correction_bias", "expert_bias")  # what architectures call the buffer that `ExpertLoads` changes
 
@@ -138,8 +138,9 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 class ExpertLoads:
     """Counts the tokens that the experts of every layer get in training, on all ranks."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        """Watch the experts of a model; parts of it may be on other ranks."""
+    def __init__(self, model: Any, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
+        """Watch the experts of a model; `sum_over_ranks` sums in place over the ranks that have the same layers."""
+        self._sum, self._has_experts = sum_over_ranks, expert_count(model.config) > 0
         layers, ranks = (
             experts_of(model),
             max((part.ranks for part in model.parts.values() if part.dim < -2), default=1),
@@ -158,11 +159,11 @@ class ExpertLoads:
     def largest_over_mean(self) -> torch.Tensor:
         """Return the tokens of the most used expert relative to the mean of its layer, in the most uneven layer.
 
-        Float64 [1], or [0] without experts. Collective: sums what all ranks have counted.
+        Float64 [1], or [0] of a model without experts. Collective: sums what all ranks with these layers have counted.
         """
-        if not len(self._biases):
-            return torch.zeros(0, dtype=torch.float64, device=self._counts.device)
-        dist.all_reduce(self._counts)
+        if not len(self._biases):  # here; other stages of a pipeline may have some
+            return torch.zeros(int(self._has_experts), dtype=torch.float64, device=self._counts.device)
+        self._sum(self._counts)
         counts = self._counts.double()
         return (counts.amax(1) / counts.mean(1)).nan_to_num().amax()[None]
 

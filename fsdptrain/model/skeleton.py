@@ -89,6 +89,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None, keep_real: t
     made.frozen_names = set()  # of parameters, by the recipe: see `adapters.freeze`
     made.parts = {}  # of parameters that ranks divide: see `model.parts`
     made.divided_experts = []  # names of modules: see `expert_parallel`
+    made.tied_ends = made.repeated = set()  # of parameters that several stages have: see `pipeline.cut`
     wide = made.float32_names | _kept_in_float32(made, master)
     for name, tensor in state.items():
         dtype = torch.float32 if name in wide else master
@@ -178,10 +179,11 @@ def draw_weights(
     Every rank draws the same weights, one layer at a time, and keeps its rows. `mirror` is an unsharded skeleton.
     `copy_own_rows(model, name, whole)` sets this rank's rows of a sharded parameter.
     """
-    groups = init_groups(mirror)
+    own, groups = {name for name, _ in model.named_parameters()}, init_groups(mirror)
+    groups = {name: group for name, group in groups.items() if own & _names_in(group)}  # of a pipeline, not all
     for done, weights in enumerate(initial_weights(mirror, groups, recipe), 1):
-        for name, whole in weights.items():
-            copy_own_rows(model, name, whole)
+        for name in own & weights.keys():
+            copy_own_rows(model, name, weights[name])
         progress("initialise", done, len(groups))
 
 
@@ -222,6 +224,10 @@ def init_groups(mirror: Any) -> dict[str, InitGroup]:
 
     visit("", mirror, None, mirror._init_weights, None)
     return {name: group for name, group in groups.items() if any([*m.parameters(recurse=False)] for _, m, _ in group)}
+
+
+def _names_in(group: InitGroup) -> set[str]:
+    return {full_name(name, key) for name, module, _ in group for key, _ in module.named_parameters(recurse=False)}
 
 
 def initial_weights(mirror: Any, groups: dict[str, InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:

@@ -162,7 +162,7 @@ def in_buckets(units: list[Unit], fsdp: Fsdp) -> list[Unit]:
 def tied(model: Any) -> bool:
     """Return whether the head shares its weight with the embedding."""
     head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
+    return head is not None and head.weight is not None and head.weight is model.get_input_embeddings().weight
 
 
 def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
@@ -206,7 +206,8 @@ def _with_embedding_and_head(model: Any, layers: list[Unit]) -> list[Unit]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding in after:
         return layers
-    return [Unit("embedding", [embedding]), *layers, Unit("head", [*after, head])]
+    units = [Unit("embedding", [embedding]), *layers, Unit("head", [*after, head])]
+    return [unit for unit in units if any(map(_holds_parameters, unit.modules))]  # the ends may be on other ranks
 
 
 def _units_by_class(model: Any, names: list[str]) -> list[Unit]:

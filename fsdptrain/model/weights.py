@@ -31,7 +31,7 @@ from fsdptrain.model.config import TIES, announce_no_mtp, announced_mtp, config_
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.parts import Part
 from fsdptrain.model.patches import dtensors_stay_on_their_device
-from fsdptrain.model.units import base_name, full_name, names_by_parameter, token_parameters
+from fsdptrain.model.units import base_name, full_name, names_by_parameter, saved_state, token_parameters
 from fsdptrain.plan.plan import Plan
 from fsdptrain.run_folder.events import Progress
 
@@ -83,7 +83,15 @@ def read_weights(
 
         grown = _with_added_rows(bare, {key: each for key, each in slices.items() if key in known}, plan, added)
         parts = {base_name(name): part for name, part in model.parts.items()}
-        own = {key: each for key, given in grown.items() if (each := _own(key, given, parts.get(known[key])))}
+        names = {base_name(name) for name in saved_state(model)}
+        keys = {
+            key: name for same in names_by_parameter(bare).values() for name in same for key in same if key in names
+        }
+        own = {  # of a pipeline, what is in the stages of this rank; a tied weight may be there under its other name
+            key if known[key] in names else keys[known[key]]: each
+            for key, given in grown.items()
+            if known[key] in names | keys.keys() and (each := _own(key, given, parts.get(known[key])))
+        }
         counted: dict[str, Any] = {name: _Counted(rows, read) for name, rows in own.items()}
         with without_adapters(model):
             # The weights of Conv1D are transposed where the model has an NF4Linear. Files of GPT-2 have no prefix.

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from fsdptrain.model.expert_parallel import AllToAllUneven
 from fsdptrain.model.tensor_parallel import GatherTokens, ReturnTokens
 from fsdptrain.model.varlen import AllToAll
+from fsdptrain.parallel.messages import await_message
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -137,6 +138,8 @@ def collective_of(frame: FrameType) -> str | None:
     """Return the collective in a frame of FSDP2, and of which unit, or of ranks that share rows; None for others."""
     if exchange := EXCHANGES.get(frame.f_code):
         return exchange
+    if frame.f_code is await_message.__code__:
+        return f"the pipeline, for {frame.f_locals['what']}"
     group = frame.f_locals.get("self")
     if not isinstance(group, FSDPParamGroup):
         return None
@@ -152,6 +155,7 @@ KINDS: dict[CollectiveKind, tuple[str, ...]] = {
 # Descriptions of groups in the flight recorder: `World.side`, those of ranks that exchange tokens, FSDP2's for sums.
 SIDE, CONTEXT, TENSOR, EXPERTS = "side", "parallel.context", "parallel.tensor", "parallel.experts"
 SHARERS = "ranks of a row"
+STAGE = "ranks of a stage"
 REDUCTIONS = "fsdp_reduce_scatter"
 EXCHANGES = {  # code of what exchanges tokens in a layer → its name in reports
     code: f"{collective} of {group}"

@@ -30,6 +30,7 @@ from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.parts import Part, name_parts
 from fsdptrain.model.patches import find_documents_without_waiting, torch_operators
+from fsdptrain.model.pipeline import compute_stages, cut, layers_of_stages
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.tensor_parallel import connect_blocks, divide_layers, note_whole_weights
 from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
@@ -61,10 +62,14 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
             f"fsdp.activation_checkpointing: keep_attention is not possible with {kernel} attention, which "
             f"{type(model).__name__} needs here: leave it out"
         )
+    layers = layers_of_stages(model, recipe.parallel) if recipe.parallel.pipeline > 1 else []
     divide(model, recipe, world.rank)
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
     name_parts(model)
+    place = plan.place_in_pipeline(world.rank)
+    views = cut(model, layers, recipe.parallel, place) if layers else []
+    has_head = place == recipe.parallel.pipeline - 1
     if world.tensor is not None:
         connect_blocks(model, world.tensor)
         note_whole_weights(model, world.tensor.size())
@@ -81,8 +86,10 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
         if recipe.model.attn_implementation == "sdpa":
             avoid_wrong_kernel(recipe.data.seq_len)
     units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
-    if recipe.train.loss == "chunked":
+    if recipe.train.loss == "chunked" and has_head:
         compute_in_chunks(model, plan.compiles)
+    if views:
+        compute_stages(model, views, has_head)
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
     shard(model, units, world, plan)
     return model, units
@@ -147,7 +154,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     name_collectives(model, world.mesh.get_group(0) if world.mesh.ndim > 1 else None)
 
 
-def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
+def begin_backward(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
     """Set what the backward of a micro-batch does; `last` says that no other micro-batch of the step follows.
 
     With `accumulation: hold` only the last one reduces gradients. With `hold_shards` each one does, and the sums over
@@ -229,6 +236,15 @@ def sum_parts(model: Any, world: World) -> None:
         own.copy_(found.view(part.count, own.numel())[part.number].view_as(own))
 
 
+def sum_tied_ends(model: Any, world: World) -> None:
+    """Add the gradients of an embedding that is the head as well, where both ends of a pipeline have it."""
+    for name in model.tied_ends:
+        if (grad := model.get_parameter(name).grad) is not None:
+            assert world.messages is not None
+            own = grad.to_local()
+            own += world.messages.exchange_ends(send(own, world.device)).to(own.device)
+
+
 def check_dtypes(bare: Any, plan: Plan) -> None:
     """Raise RecipeError if torch, before version 2.13, cannot compute with the dtypes of the parameters of a unit."""
     recipe, compute = plan.recipe, plan.recipe.fsdp.mixed_precision.param_dtype
@@ -308,6 +324,8 @@ def check_replicas(model: Any, world: World, steps_made: int | None = None) -> N
     if steps_made is None:
         state |= dict(model.named_buffers())
     sums = torch.stack([_bit_sum(tensor).to(world.device) for tensor in state.values()])
+    if world.messages:  # stages have other numbers of tensors
+        sums = pad(sums, (0, max(world.gather_objects(len(sums))) - len(sums)))
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])  # float64, in which they are gathered, has 53 bits
     ranks = torch.from_numpy(world.gather(halves.flatten())).unflatten(1, (2, -1))
     for number, (name, tensor) in enumerate(state.items()):

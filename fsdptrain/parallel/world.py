@@ -22,7 +22,8 @@ from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.model.parts import Part
 from fsdptrain.model.varlen import Exchange
-from fsdptrain.parallel.patches import CONTEXT, EXPERTS, SHARERS, SIDE, TENSOR
+from fsdptrain.parallel.messages import Messages, kinds_of_messages
+from fsdptrain.parallel.patches import CONTEXT, EXPERTS, SHARERS, SIDE, STAGE, TENSOR
 from fsdptrain.plan.gpus import bind_near
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
@@ -69,9 +70,10 @@ class World:
     """All ranks of a run, seen from this one.
 
     `mesh` is ("shard",) or ("replicate", "shard"); `meshes[n]` is the mesh of the ranks that have the same part of what
-    n ranks divide (1: all ranks). `side` is a gloo group of all ranks for work outside the training loop (checkpoint
-    threads). `hosts` are the host names of the ranks. `attempt` numbers the times that ranks have met in the run
-    folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in attention, and
+    n ranks divide (1: all ranks). In a pipeline both are of the ranks that have the same layers, whose group is
+    `stage`, and `messages` are exchanged with those of other stages. `side` is a gloo group of all ranks for work
+    outside the training loop (checkpoint threads). `hosts` are the host names of the ranks. `attempt` numbers the times
+    that ranks have met in the run folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in attention, and
     `tensor` divide the layers; `experts` divide the experts. They are None where there would be one rank in each.
     """
 
@@ -87,6 +89,8 @@ class World:
     tensor: dist.ProcessGroup | None = None
     experts: dist.ProcessGroup | None = None
     sharers: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
+    messages: Messages | None = None
     meshes: dict[int, DeviceMesh] = field(default_factory=dict)
 
     @classmethod
@@ -137,6 +141,11 @@ class World:
         """The number of copies of the model."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
+    @property
+    def first_of_stage(self) -> int:
+        """The first of the ranks that have the same layers."""
+        return int(self.mesh.mesh.flatten()[0])
+
     def group_of(self, part: Part) -> dist.ProcessGroup:
         """Return the ranks that divide a parameter among them, this one included."""
         group = self.experts if self.tensor is None or self.tensor.size() != part.ranks else self.tensor
@@ -144,21 +153,27 @@ class World:
         return group
 
     def holders(self, tensor: torch.Tensor, part: Part | None = None) -> Ints:
-        """Return which ranks hold the numbers of a parameter or buffer: [copies, pieces].
+        """Return which ranks of this one's stage hold the numbers of a parameter or buffer: [copies, pieces].
 
         Ranks in one column hold the same piece. `part` says of a parameter of a layer that it is divided.
         """
+        of_stage = self.mesh.mesh.flatten().numpy()
         if not isinstance(tensor, DTensor):  # every rank has all of it
-            return np.arange(self.size)[:, None]
+            return of_stage[:, None]
         parts, copies = (part.count, part.ranks // part.count) if part else (1, 1)
         shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
-        ranks = np.arange(self.size).reshape(-1, shards, parts, copies)  # of each replica
+        ranks = of_stage.reshape(-1, shards, parts, copies)  # of each replica
         return ranks.transpose(0, 3, 1, 2).reshape(-1, shards * parts)
 
     def holders_of_same(self, tensor: torch.Tensor, part: Part | None = None) -> tuple[int, ...]:
         """Return the ranks that hold the same numbers of a parameter or buffer as this one."""
         ranks = self.holders(tensor, part)
         return tuple(ranks[:, (ranks == self.rank).any(0)].ravel().tolist())
+
+    def sum_over_stage(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor in place over the ranks that have the same layers; collective."""
+        if self.mesh.size() > 1:
+            dist.all_reduce(tensor, group=self.stage)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere.
@@ -186,6 +201,25 @@ class World:
         """Return the value of every rank; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.side)
+        return values
+
+    def list_on_rank_zero(self, values: list[torch.Tensor], source: int) -> list[torch.Tensor]:
+        """Return the tensors of rank `source` there and on rank 0, those of the rank itself on all others; collective.
+
+        They are on the CPU, and go over the side group.
+        """
+        if source == 0 or self.rank not in (0, source):
+            return values
+        if self.rank == source:
+            dist.send_object_list([[(each.shape, each.dtype) for each in values]], dst=0, group=self.side)
+            for each in values:
+                dist.send(each.contiguous(), dst=0, group=self.side)
+            return values
+        kinds: list[Any] = [None]
+        dist.recv_object_list(kinds, src=source, group=self.side)
+        values = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds[0]]
+        for each in values:
+            dist.recv(each, src=source, group=self.side)
         return values
 
     def peak_memory(self) -> int:
@@ -224,22 +258,23 @@ def make_meshes(plan: Plan, device_type: str) -> dict[int, DeviceMesh]:
     copies = plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards"
     names = DIMENSIONS if copies else DIMENSIONS[1:]
     found: dict[int, DeviceMesh] = {}
+    stages = plan.recipe.parallel.pipeline
     for ranks in (1, plan.recipe.parallel.tensor, plan.recipe.parallel.experts):
         shape = [plan.replicas, plan.shard_size]
         if plan.shard_size % ranks == 0:
             shape[1] //= ranks
         else:  # each copy has fewer ranks
-            shape = [plan.topology.world_size // ranks, 1]
-        shape = shape[-len(names) :]
-        if ranks == 1:
-            found[1] = init_device_mesh(device_type, tuple(shape), mesh_dim_names=names)
-        elif ranks not in found:
-            found[ranks] = init_device_mesh(device_type, (*shape, ranks), mesh_dim_names=(*names, "part"))[names]
+            shape = [plan.stage_ranks // ranks, 1]
+        around = {"stage": stages, **dict(zip(names, shape[-len(names) :], strict=True)), "part": ranks}
+        around = {name: size for name, size in around.items() if name in names or size > 1}
+        if ranks not in found:
+            mesh = init_device_mesh(device_type, tuple(around.values()), mesh_dim_names=tuple(around))
+            found[ranks] = mesh if len(around) == len(names) else mesh[names]
     return found
 
 
 def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
-    """Return `context`, `tensor`, `experts` and `sharers` of this rank's World; collective."""
+    """Return the groups of this rank's World; collective."""
     parallel = plan.recipe.parallel
     every = torch.arange(plan.topology.world_size)
     rows = every.view(-1, parallel.context, parallel.tensor)
@@ -247,6 +282,10 @@ def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
         CONTEXT: rows.mT.flatten(0, 1), TENSOR: rows.flatten(0, 1), SHARERS: rows.flatten(1),
         EXPERTS: every.view(-1, parallel.experts),
     }  # fmt: skip
+    kinds = kinds_of_messages(parallel.stages_of_rank) if parallel.pipeline > 1 else []
+    if kinds:
+        stages = every.view(parallel.pipeline, -1)
+        ranks |= {STAGE: stages} | dict.fromkeys(kinds, stages.mT)
     found: dict[str, dist.ProcessGroup | None] = {}
     for name, lists in ranks.items():
         same = [other for other in found if name == SHARERS and lists.equal(ranks[other])]
@@ -255,11 +294,14 @@ def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
         else:
             found[name], _ = dist.new_subgroups_by_enumeration(lists.tolist(), timeout=timeout, group_desc=name)
     context = found[CONTEXT]
+    neighbours = {kind: group for kind, group in found.items() if group and kind in kinds}
     return {
         "context": context and Exchange(context),
         "tensor": found[TENSOR],
         "experts": found[EXPERTS],
         "sharers": found[SHARERS],
+        "stage": found.get(STAGE),
+        "messages": Messages(neighbours) if neighbours else None,
     }
 
 

@@ -191,18 +191,38 @@ class Plan:
         return self.recipe.parallel.ranks_of_row
 
     @property
+    def stage_ranks(self) -> int:
+        """How many consecutive ranks have the same layers: of a pipeline those of one group, else all."""
+        return self.topology.world_size // self.recipe.parallel.pipeline
+
+    def place_in_pipeline(self, rank: int) -> int:
+        """Return the number of the group of the pipeline in which a rank is, from 0."""
+        return rank // self.stage_ranks
+
+    @property
     def ranks_text(self) -> str:
         """The ranks as a factor of the batch: `8 ranks`, or `4 groups of 2 ranks` that share rows."""
-        ranks = counted(self.topology.world_size, "rank")
-        groups = counted(self.topology.world_size // self.ranks_of_row, "group")
-        return ranks if self.ranks_of_row == 1 else f"{groups} of {self.ranks_of_row} ranks"
+        of_row = self.ranks_of_row * self.recipe.parallel.pipeline
+        groups = counted(self.topology.world_size // of_row, "group" if of_row > 1 else "rank")
+        return groups if of_row == 1 else f"{groups} of {of_row} ranks"
 
     @property
     def division_text(self) -> str:
-        """What ranks divide: `, layers divided among 2 ranks, experts among 8`; "" if nothing."""
-        found = {"layers": self.recipe.parallel.tensor, "experts": self.recipe.parallel.experts}
+        """What ranks divide: `, layers divided among 2 ranks, a pipeline of 4 stages`; "" if nothing."""
+        parallel = self.recipe.parallel
+        found = {"layers": parallel.tensor, "experts": parallel.experts}
         words = [f"{name} divided among {ranks} ranks" for name, ranks in found.items() if ranks > 1]
+        words += [f"a pipeline of {parallel.stages} stages"] if parallel.pipeline > 1 else []
         return "".join(f", {each}" for each in words)
+
+    @property
+    def groups_of_rows(self) -> int:
+        """How many groups of ranks have rows of their own."""
+        return self.stage_ranks // self.ranks_of_row
+
+    def group_of_rows(self, rank: int) -> int:
+        """Return the number of the rows' group in which a rank is; in a pipeline, every stage has the same rows."""
+        return rank % self.stage_ranks // self.ranks_of_row
 
     @property
     def tokens_of_row(self) -> int:
@@ -300,7 +320,7 @@ class Plan:
             return problem
         if train.steps is not None or train.global_batch_size <= sequences:
             return None
-        counts = {each.topology.world_size // self.ranks_of_row for each in self.on_each_number()}
+        counts = {each.groups_of_rows for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
         most = sequences // unit * unit
         power = unit << max(0, (most // unit).bit_length() - 1)
@@ -336,8 +356,8 @@ class Plan:
 
         Of each row it computes a part, if several ranks share it.
         """
-        micro, groups = self.recipe.train.micro_batch_size, self.topology.world_size // self.ranks_of_row
-        first = step * self.recipe.train.global_batch_size + rank // self.ranks_of_row * micro
+        micro, groups = self.recipe.train.micro_batch_size, self.groups_of_rows
+        first = step * self.recipe.train.global_batch_size + self.group_of_rows(rank) * micro
         return [range(first + i * groups * micro, first + i * groups * micro + micro) for i in range(self.accumulation)]
 
     def identity(self) -> dict[str, Any]:
@@ -490,7 +510,7 @@ def draft_plan(
 
 def divided_among_ranks(recipe: Recipe, topology: Topology) -> dict[str, Any]:
     """Return how a step is divided among the ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
-    shard_size, world = _shard_size(recipe, topology), topology.world_size
+    shard_size, world = _shard_size(recipe, topology), topology.world_size // recipe.parallel.pipeline
     return {
         "replicas": world // shard_size,
         "shard_size": shard_size,
@@ -561,7 +581,11 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     """Check that rows, batches and copies of the model divide among the ranks."""
-    train, parallel, node, world = recipe.train, recipe.parallel, topology.nproc_per_node, topology.world_size
+    train, parallel, every = recipe.train, recipe.parallel, topology.world_size
+    world, node = every // parallel.pipeline, topology.nproc_per_node
+    if problem := _pipeline_problem(recipe, topology):
+        return [problem]
+    node = min(node, world)  # of a pipeline, the ranks of a node that have the same layers
     problems, unit, shared = [], _sequences(recipe, world), parallel.ranks_of_row
     near = ", ".join(str(n) for n in range(1, min(node, 1024) + 1) if node % n == 0)
     of_node = f"the {node} ranks of a node; use one of {near}"
@@ -574,8 +598,9 @@ def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     elif train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit
         near = " or ".join(str(size) for size in (below, below + unit) if size)
-        keys = [f" / parallel.{key} {n}" for key in ("context", "tensor") if (n := getattr(parallel, key)) > 1]
-        ranks = "".join([f"{world} ranks", *keys])
+        divide = ("context", "tensor", "pipeline")
+        keys = [f" / parallel.{key} {n}" for key in divide if (n := getattr(parallel, key)) > 1]
+        ranks = "".join([f"{every} ranks", *keys])
         message = (
             f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of "
             f"{train.micro_batch_size}; use {near}"
@@ -592,13 +617,31 @@ def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     return problems
 
 
+def _pipeline_problem(recipe: Recipe, topology: Topology) -> Problem | None:
+    """Check that each stage of a pipeline is on as many ranks: on whole nodes, or on an equal part of one."""
+    parallel, node, world = recipe.parallel, topology.nproc_per_node, topology.world_size
+    fits = [n for n in range(1, min(world, 1024) + 1) if world % n == 0 == min(world // n % node, node % (world // n))]
+    if parallel.pipeline not in fits:
+        near = ", ".join(map(str, fits))
+        return Problem(f"{parallel.pipeline} does not divide {world} ranks; use one of {near}", "parallel.pipeline")
+    batches = recipe.train.global_batch_size // (_sequences(recipe, world // parallel.pipeline) or 1)
+    if parallel.stages_of_rank > 1 and batches % parallel.pipeline:
+        message = (
+            f"interleaved needs a multiple of {parallel.pipeline} micro-batches a step, as many as parallel.pipeline, "
+            f"and there are {batches}; change train.global_batch_size, or use 1f1b"
+        )
+        return Problem(message, "parallel.schedule")
+    return None
+
+
 def _sequences(recipe: Recipe, ranks: int) -> int:
     return recipe.train.micro_batch_size * ranks // recipe.parallel.ranks_of_row
 
 
 def _shard_size(recipe: Recipe, topology: Topology) -> int:
     fsdp = recipe.fsdp
-    return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
+    ranks = topology.world_size // recipe.parallel.pipeline  # those that have the same layers
+    return fsdp.strategy.ranks_per_copy(fsdp.shard_size, ranks, min(ranks, topology.nproc_per_node))
 
 
 def model_name_problems(recipe: Recipe) -> list[Problem]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdptrain.data.corpus import Batch
 from fsdptrain.model.units import base_name, nonfinite_names, nonfinite_note
-from fsdptrain.parallel.shard import begin_micro_batch
+from fsdptrain.parallel.shard import begin_backward
 from fsdptrain.train.patches import nonfinite_gradients
 from fsdptrain.train.step import Engine
 
@@ -27,24 +27,51 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
     of NAME`) says where it began: in the unit whose output is the first that is not finite, or in the parameter. The
     list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
     """
-    mine: list[tuple[int, str]] = []
+    mine: list[Watched] = []
     with _watched_outputs(engine.model) as bad_units, nonfinite_gradients(engine.model) as bad_names:
         engine.seed(step)
-        begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
-        for number, batch in enumerate(batches):
-            loss = engine.loss(batch, divisor or 1)
-            loss.backward()
+        begin_backward(engine.model, engine.plan.recipe.fsdp, last=True)
+        for batch in batches:
+            losses: list[float] = []
+
+            def forward(chunk: int, _: int, hidden: torch.Tensor | None) -> torch.Tensor:
+                result = engine.loss(batch, divisor or 1, chunk, hidden)  # noqa: B023  # called within this round
+                if engine.stages.is_last(chunk):
+                    losses.append(result.item())  # noqa: B023
+                return result
+
+            engine.stages.train(1, batch["input_ids"].shape, forward, lambda _: engine.on_progress())
             engine.drop_gradients()
-            engine.on_progress()
-            if not math.isfinite(loss.item()):
-                unit = f", first in the output of {bad_units[0]}" if bad_units else ""
-                mine.append((number, f"the loss is {loss.item():g}{unit}"))
-            elif bad_names:  # in the order of backward: the first one is the cause of the others
-                mine.append((number, f"the gradient of {bad_names[0]}"))
+            mine.append(Watched(losses, bad_units[:1], bad_names[:1]))
             bad_units.clear()
             bad_names.clear()
-    found = engine.world.gather_objects(mine)
-    return [(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
+    found, apart = engine.world.gather_objects(mine), engine.plan.stage_ranks
+    faults = []
+    for first in range(apart):
+        ranks = range(first, engine.world.size, apart)  # those that have the same rows, in the order of the stages
+        for number in range(len(batches)):
+            if fault := _first_fault({rank: found[rank][number] for rank in ranks}):
+                faults.append((fault[0], number, fault[1]))
+    return faults
+
+
+class Watched(NamedTuple):
+    """What a rank has seen of a micro-batch: its loss if it has the last stage, and the first of what is not finite."""
+
+    losses: list[float]
+    units: list[str]
+    gradients: list[str]
+
+
+def _first_fault(ranks: dict[int, Watched]) -> tuple[int, str] | None:
+    """Return on which rank a micro-batch was not finite first, and what; None if it was finite on all."""
+    last, loss = next((rank, each.losses[0]) for rank, each in ranks.items() if each.losses)
+    if not math.isfinite(loss):
+        rank = next((rank for rank, each in ranks.items() if each.units), last)
+        return rank, f"the loss is {loss:g}" + "".join(f", first in the output of {unit}" for unit in ranks[rank].units)
+    # In the order of backward: the first one is the cause of the others.
+    bad = [(rank, f"the gradient of {each.gradients[0]}") for rank, each in ranks.items() if each.gradients]
+    return bad[-1] if bad else None
 
 
 def find_weights(engine: Engine) -> list[str]:

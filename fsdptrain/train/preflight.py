@@ -31,6 +31,7 @@ from fsdptrain.model.expert_parallel import check_biases, check_experts
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.patches import UNBOUNDED, accept_documents
+from fsdptrain.model.pipeline import check_stages
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.router_loss import check_router_loss, is_wanted
 from fsdptrain.model.skeleton import skeleton
@@ -176,6 +177,7 @@ def prepare_model(
         lambda: check_biases(bare, plan.recipe.train.router_bias_rate),
         lambda: check_layers(bare, plan.recipe.parallel.tensor),
         lambda: check_experts(bare, plan.recipe.parallel.experts),
+        lambda: check_stages(trained, plan.recipe.parallel),
         lambda: layers_in_float8(trained, plan.recipe),
         lambda: plan.recipe.train.loss == "chunked" and after_head(bare),
         lambda: model_flops(bare, 1, plan.recipe.data.seq_len),

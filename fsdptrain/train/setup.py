@@ -164,7 +164,7 @@ class Sizes:
             weights=weights,
             counts=Counts.of(weights),
             total_steps=plan.total_steps(len(inputs.stream)),
-            state_bytes=plan.state_bytes(weights) // plan.shard_size,
+            state_bytes=plan.state_bytes(weights) // (plan.shard_size * recipe.parallel.pipeline),
             flops_per_step=model_flops(prepared.trained, positions, inputs.stream.corpus.document()),
             bytes_in_host=bytes_in_host(plan, prepared.trained),
         )

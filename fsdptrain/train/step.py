@@ -9,6 +9,7 @@ anything either if a step was not finite.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import time
@@ -32,11 +33,13 @@ from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
 from fsdptrain.model.tensor_parallel import divides_attention
-from fsdptrain.parallel.shard import begin_micro_batch, sum_parts, use_whole_shards
+from fsdptrain.parallel.shard import begin_backward, sum_parts, sum_tied_ends, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
+from fsdptrain.plan.pipeline import Pass
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.optim import LossScale, assert_dtypes, part_of
 from fsdptrain.train.pace import LayerClock
+from fsdptrain.train.pipeline import Stages
 
 if TYPE_CHECKING:
     from fsdptrain.parallel.shard import ShardedModel
@@ -97,15 +100,16 @@ class Engine:
         on_progress: Callable[[], None] = lambda: None,
         loss_scale: Sequence[float] | None = None,
     ) -> None:
-        """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch.
+        """`steps_made` are steps of earlier processes; `on_progress` is called for every micro-batch.
 
         `loss_scale` is the state of the loss scale in their last checkpoint, if they computed in float16.
         """
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.on_progress = steps_made, on_progress
         use_whole_shards(model, plan)
+        self.stages = Stages(plan, world, model.config.get_text_config().hidden_size)
         self._clock = LayerClock(model, world.device)
-        self._loads = ExpertLoads(model, world.device)
+        self._loads = ExpertLoads(model, world.device, world.sum_over_stage)
         self._router_loss = RouterLoss(model, world.device)
         parts = named_parts(optimizer)
         trained = [(name, param) for name, param in model.named_parameters() if name in parts]
@@ -122,8 +126,10 @@ class Engine:
         self._checked = False
         # What ranks that divide layers have in common counts once in the norm, as the copies of the model do.
         divided: Any = model.parts
+        repeated: Any = model.repeated
         copies = [len(world.holders(param, divided.get(name))) for name, param in trained]
-        shares = torch.tensor([world.replicas / count for count in copies], dtype=torch.float64)
+        counts = [0.0 if name in repeated else 1.0 for name, _ in trained]
+        shares = world.replicas * torch.tensor(counts, dtype=torch.float64) / torch.tensor(copies)
         self._norm_shares = send(shares, self._shard_device)
         pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
         self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
@@ -145,6 +151,7 @@ class Engine:
         loss = self.accumulate(step, batches, divisor)
         # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
         sum_parts(self.model, self.world)
+        sum_tied_ends(self.model, self.world)
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = (torch.stack(norms).double().square() * self._shares_of_norm()).sum()
@@ -196,7 +203,7 @@ class Engine:
             alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
-            expert_load=float(loads[0][0]) if loads else 0.0,
+            expert_load=float(loads[0].max()) if loads else 0.0,
             measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
         )
 
@@ -209,21 +216,25 @@ class Engine:
         self._measures.zero_()
         self.model.train()
         routed = self._pass_routers(step, batches) if self._router_loss.wanted and len(batches) > 1 else None
-        for i, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
-            count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
-            if self.loss_scale:  # divided, not multiplied: the chunked loss computes gradients as it is computed
-                scale = self.loss_scale.value.to(self.world.device)
-                loss = self.loss(batch, count / scale)
-                total += loss.detach() / scale
-            else:
-                loss = self.loss(batch, count)
-                total += loss.detach()
-            if self._router_loss.wanted and i == 0:  # the same on all ranks: counted on one
+        count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
+        scale = self.loss_scale.value.to(self.world.device) if self.loss_scale else None
+
+        def forward(chunk: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            # Divided, not multiplied by the scale: the chunked loss computes gradients as it is computed.
+            loss = self.loss(batches[number], count if scale is None else count / scale, chunk, hidden)
+            if self.stages.is_last(chunk):
+                total.add_(loss.detach() if scale is None else loss.detach() / scale)
+            if self._router_loss.wanted and number == 0:  # the same on all ranks: counted on one
                 auxiliary = self._router_loss.finish_forward() if routed is None else routed
-                total += auxiliary if self.world.rank == 0 else 0.0
-            loss.backward()
+                total.add_(auxiliary if self.world.rank == 0 else 0.0)
+            return loss
+
+        def before(each: Pass) -> None:
             self.on_progress()
+            if not each.forward:
+                begin_backward(self.model, self.plan.recipe.fsdp, last=each.micro_batch == len(batches) - 1)
+
+        self.stages.train(len(batches), batches[0]["input_ids"].shape, forward, before)
         return total
 
     def _pass_routers(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
@@ -240,14 +251,15 @@ class Engine:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
-    def loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
+    def loss(self, batch: Batch, divisor: Divisor, chunk: int = 0, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
 
-        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Raises RecipeError if the
+        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Of a pipeline, `chunk` is
+        the rank's stage and `hidden` its input; stages but the last return hidden states. Raises RecipeError if the
         architecture cannot be computed with these units or dtypes.
         """
         try:
-            return self._loss(to_device(batch, self.world.device), divisor)
+            return self._loss(to_device(batch, self.world.device), divisor, chunk, hidden)
         except RuntimeError as error:
             name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
             dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
@@ -263,10 +275,12 @@ class Engine:
                 ) from None
             raise
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def _inputs(self, batch: Batch, chunk: int = 0, hidden: torch.Tensor | None = None) -> dict[str, Any]:
         """Return the model's arguments for a micro-batch on the device."""
-        inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-        inputs["use_cache"] = False
+        given = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
+        inputs: dict[str, Any] = {**given, "position_ids": batch["position_ids"], "use_cache": False}
+        if self.world.messages:
+            inputs["chunk"] = chunk
         if self._router_loss.wanted:
             self._router_loss.begin_micro_batch(batch["is_token"])
             inputs["output_router_logits"] = False  # what transformers would compute with them is of a micro-batch
@@ -278,13 +292,16 @@ class Engine:
             inputs["context"] = self._exchange
         return inputs
 
-    def _loss(self, batch: Batch, divisor: Divisor) -> torch.Tensor:
+    def _loss(self, batch: Batch, divisor: Divisor, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
         train = self.plan.recipe.train
+        if not self.stages.is_last(chunk):
+            states: torch.Tensor = self.model(**self._inputs(batch, chunk, hidden))
+            return states
         if train.objective == "dpo":
             loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.sharers)
             self._measures += measures
             return loss
-        inputs = self._inputs(batch)
+        inputs = self._inputs(batch, chunk, hidden)
         if train.loss == "chunked":
             total: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
             return total
@@ -366,26 +383,35 @@ class Engine:
         """Return mean loss, label tokens and mean measures over the sequences `numbers` of `corpus`.
 
         Returns None if `stops` returned True. Every rank computes a share of them, padded to equal counts. `stops` is
-        called before every micro-batch and must return the same on every rank.
+        called before every micro-batch, or as many as a pipeline has at once, and must return the same on every rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._measures.zero_()
+
+        def forward(batches: list[Batch], chunk: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            loss = self.loss(batches[number], 1, chunk, hidden)
+            if self.stages.is_last(chunk):
+                total.add_(loss.double())
+            self.on_progress()
+            return loss
+
         with self.forward_only():
-            for mine in self._shares(numbers):
+            shares, at_once = [*self._shares(numbers)], self.stages.at_once
+            for first in range(0, len(shares), at_once):
                 if stops():
                     return None
-                total += self.loss(self._own_part(corpus.batch(mine)), divisor=1).double()
-                self.on_progress()
+                mine = shares[first : first + at_once]
+                batches = [self._own_part(corpus.batch(rows)) for rows in mine]
+                self.stages.evaluate(len(mine), batches[0]["input_ids"].shape, functools.partial(forward, batches))
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
         loss_sum, *sums = (self.world.gather(torch.cat([total[None], self._measures])).sum(axis=0) / divisor).tolist()
         return loss_sum, tokens, dict(zip(MEASURES, sums, strict=bool(sums)))
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
-        size, context = self.plan.recipe.train.micro_batch_size, self.plan.ranks_of_row
-        groups = self.world.size // context
+        size, groups = self.plan.recipe.train.micro_batch_size, self.plan.groups_of_rows
         rounds = -(-len(numbers) // (groups * size))
-        mine = [*numbers[self.world.rank // context :: groups]]
+        mine = [*numbers[self.plan.group_of_rows(self.world.rank) :: groups]]
         mine += [-1] * (rounds * size - len(mine))
         yield from (mine[i : i + size] for i in range(0, len(mine), size))
 
@@ -417,7 +443,7 @@ class Engine:
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
         graphs exist, but the head computes only the requested tokens. Nothing is rounded to float8. Of ranks that share
-        rows only the first of each group has them: all are in the first part of a row.
+        rows only the first of each group has them: all are in the first part of a row. Of a pipeline, rank 0 gets them.
         """
         lengths, found = beginnings.pieces[:, 1].tolist(), []
         longest = max(lengths)
@@ -425,7 +451,7 @@ class Engine:
             for numbers in self._micro_batches(beginnings):
                 logits = self._logits(beginnings, numbers, lambda hidden: hidden[:, :longest])
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-        return found
+        return self.world.list_on_rank_zero(found, self._with_head)
 
     def next_tokens(self, rows: Corpus) -> list[int]:
         """Return the most likely token behind the only piece of each sequence, -1 if a logit there is not a number.
@@ -444,9 +470,15 @@ class Engine:
 
                 logits = self._logits(rows, numbers, at_end)[:, 0].float()
                 best = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).tolist()
-                found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=True)]
+                found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=False)]
+        found += [-1] * (len(rows) - len(found))  # without the head, of a pipeline
         ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))
-        return [int(token) for token in ranks[: self.plan.ranks_of_row].max(axis=0)]
+        return [int(token) for token in ranks[self._with_head :][: self.plan.ranks_of_row].max(axis=0)]
+
+    @property
+    def _with_head(self) -> int:
+        """The first rank that has the head."""
+        return self.world.size - self.plan.stage_ranks
 
     def _micro_batches(self, rows: Corpus) -> Iterator[list[int]]:
         """Yield the numbers of all sequences, as many at a time as a micro-batch has; report progress after each."""
@@ -458,18 +490,25 @@ class Engine:
     def _logits(self, rows: Corpus, numbers: list[int], select: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the logits of sequences as one micro-batch, of the places that `select` takes from [rows, length, …].
 
-        The head computes no others.
+        The head computes no others. Ranks of a pipeline that do not have it return those of no sequence.
         """
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, args: (select(args[0]), *args[1:])) if head else None
+        head, found = self.model.get_output_embeddings(), []
         missing = self.plan.recipe.train.micro_batch_size - len(numbers)
-        batch = self._own_part(rows.batch([*numbers, *([-1] * missing)]))
+        batch = to_device(self._own_part(rows.batch([*numbers, *([-1] * missing)])), self.world.device)
+
+        def forward(chunk: int, _: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            result = self.model(**self._inputs(batch, chunk, hidden))
+            if self.stages.is_last(chunk):
+                found.append(result.logits if head else select(result.logits))
+            return result
+
+        hook = head.register_forward_pre_hook(lambda _, args: (select(args[0]), *args[1:])) if head else None
         try:
-            logits: torch.Tensor = self.model(**self._inputs(to_device(batch, self.world.device))).logits
+            self.stages.evaluate(1, batch["input_ids"].shape, forward)
         finally:
             if hook:
                 hook.remove()
-        return logits if hook else select(logits)
+        return found[0] if found else torch.empty(0, 1, 1)
 
     @contextlib.contextmanager
     def forward_only(self) -> Iterator[None]:

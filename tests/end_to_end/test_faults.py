@@ -475,7 +475,7 @@ STOPS: dict[str, dict[str, Any]] = {  # moment → the call in which the signal 
     "tokenising": {"where": "fsdptrain.data.encode:Encoder.__call__"},
     "loading": {"where": "fsdptrain.train.setup:draw_weights"},
     "resuming": {"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"},
-    "forward": {"where": "fsdptrain.train.step:begin_micro_batch", "call": 7},
+    "forward": {"where": "fsdptrain.train.step:begin_backward", "call": 7},
     "evaluation": {"where": "fsdptrain.train.step:Engine.evaluate", "call": 2},  # after some steps
     "saving": {"where": WRITE, "call": 2},
     "export": {"where": WRITE_FOLDER},
