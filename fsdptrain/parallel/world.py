@@ -73,8 +73,9 @@ class World:
     n ranks divide (1: all ranks). In a pipeline both are of the ranks that have the same layers, whose group is
     `stage`, and `messages` are exchanged with those of other stages. `side` is a gloo group of all ranks for work
     outside the training loop (checkpoint threads). `hosts` are the host names of the ranks. `attempt` numbers the times
-    that ranks have met in the run folder. `sharers` are the ranks that share rows; of these, `context` exchange heads for tokens in attention, and
-    `tensor` divide the layers; `experts` divide the experts. They are None where there would be one rank in each.
+    that ranks have met in the run folder. `sharers` are the ranks that share rows; of these, `context` exchange heads
+    for tokens in attention, and `tensor` divide the layers; `experts` divide the experts. They are None where there
+    would be one rank in each.
     """
 
     rank: int

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from reference import largest_difference, worst_gradient
-from support import TINY, on_ranks, write_pretrained
-from train.test_context import LIMIT, assert_layouts_agree
+from support import TINY, write_pretrained
+from train.test_context import assert_layouts_agree
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3MoeConfig
 
 STEPS, BATCH = 4, 8
