@@ -34,7 +34,7 @@ from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model import loss as chunked_loss
 from fsdptrain.model import nf4
 from fsdptrain.model.units import base_name, weights_of
-from fsdptrain.parallel.shard import sum_parts, whole_tensor
+from fsdptrain.parallel.shard import sum_parts, sum_tied_ends, whole_tensor
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
@@ -196,13 +196,21 @@ def observed_curve(run: Trainer, steps: int, path: Path) -> list[list[float]]:
 
 
 def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
-    """Return the whole gradient of every trained parameter for the batches of a step, which is not made."""
+    """Return the whole gradient of every trained parameter for the batches of a step, which is not made.
+
+    Rank 0 has those of all stages of a pipeline.
+    """
     batches = batches_of(run.plan, run.stream, step, run.world.rank)
     run.engine.accumulate(step, batches, run.stream.label_tokens(run.plan.step_positions(step)))
     sum_parts(run.engine.model, run.world)
+    sum_tied_ends(run.engine.model, run.world)
     params = run.engine.model.named_parameters()
     found = {name: whole(run, name, param.grad) for name, param in params if param.requires_grad}
     run.engine.drop_gradients()
+    for first in range(run.plan.stage_ranks, run.world.size, run.plan.stage_ranks):
+        names = run.world.gather_objects([*found])[first]
+        own = [*found.values()] if run.world.rank in (0, first) else []
+        found |= dict(zip(names, run.world.list_on_rank_zero(own, first), strict=run.world.rank in (0, first)))
     return found
 
 
@@ -376,9 +384,9 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1, bad
         at[0] = step
         seed(step)
 
-    def loss(batch: Any, divisor: int) -> torch.Tensor:
+    def loss(*batch: Any) -> torch.Tensor:
         spoilt = at[0] in bad and run.world.rank == run.world.size - 1
-        return whole(batch, divisor) * (float("nan") if spoilt else 1.0)
+        return whole(*batch) * (float("nan") if spoilt else 1.0)
 
     run.engine.seed, run.engine.loss = seeded, loss  # type: ignore[method-assign]
     return together

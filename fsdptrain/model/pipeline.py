@@ -34,6 +34,12 @@ class Elsewhere(nn.Module):
 
     weight = None
 
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        """Take over what a decoder may read of its layer, such as its kind."""
+        super().__init__()
+        of_layer = vars(layer).items() if layer else ()
+        vars(self).update((name, value) for name, value in of_layer if isinstance(value, str | int))
+
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the first argument."""
         return hidden
@@ -43,7 +49,10 @@ class Elsewhere(nn.Module):
 
 
 def check_stages(bare: Any, parallel: Parallel) -> None:
-    """Raise RecipeError, which names the obstacle, if a skeleton cannot be a pipeline of the recipe's stages."""
+    """Raise RecipeError, which names the obstacle, if a skeleton cannot be a pipeline of the recipe's stages.
+
+    What is frozen in it is marked so: ranks that train nothing would be idle in every backward pass.
+    """
     if parallel.pipeline == 1:
         return
     count, counts = len(decoder_layers(bare)), parallel.stage_layers
@@ -53,6 +62,10 @@ def check_stages(bare: Any, parallel: Parallel) -> None:
         reason = f"it has {count} layers, and these are {sum(counts)}: give each stage at least one, and all together"
     elif not reason and count < parallel.stages:
         reason = f"it has {count} layers: use fewer stages"
+    elif not reason and (idle := _places_without_training(bare, parallel)):
+        reason = (
+            f"group {idle[0] + 1} of its ranks would train nothing: use fewer stages, or train layers in all of them"
+        )
     if reason:
         message = f"{type(bare).__name__} cannot be a pipeline of {parallel.stages} stages: {reason}"
         raise RecipeError([Problem(message, field)])
@@ -60,8 +73,8 @@ def check_stages(bare: Any, parallel: Parallel) -> None:
 
 def _obstacle(bare: Any) -> str | None:
     head, layers = bare.get_output_embeddings(), decoder_layers(bare)
-    if bare.config.get_text_config() is not bare.config or head is None:
-        return "it is not a decoder with a head"
+    if bare.config.get_text_config() is not bare.config or head is None or not layers:
+        return "it is not one decoder with a list of layers and a head"
     if is_wanted(bare):
         return "the auxiliary loss of its routers (output_router_logits) needs all layers"
     in_layers = [id(param) for _, layer in layers for param in layer.parameters()]
@@ -90,8 +103,8 @@ def _beside_layers(decoder: Any, container: str) -> str | None:
             return hidden
 
     twin, children = copy.copy(decoder), _children(decoder, container, [], [])
-    layers = [*decoder._modules[container].children()]
-    twin._modules = {**children, container: nn.ModuleList(Watched() for _ in layers)}
+    layers = decoder._modules[container].children()
+    twin._modules = {**children, container: nn.ModuleList(map(Watched, layers))}
     try:
         found = twin(inputs_embeds=given, position_ids=torch.arange(4)[None], use_cache=False).last_hidden_state
     except Exception as error:  # any error of the architecture's code
@@ -99,6 +112,21 @@ def _beside_layers(decoder: Any, container: str) -> str | None:
     if others:
         return f"its layers get more than hidden states from one another ({others[0]})"
     return None if torch.equal(found, given) else "its decoder changes hidden states outside of its layers"
+
+
+def _places_without_training(bare: Any, parallel: Parallel) -> list[int]:
+    layers, last = [layer for _, layer in decoder_layers(bare)], parallel.stages - 1
+    in_layers = {id(param) for layer in layers for param in layer.parameters()}
+    first = {id(param) for param in bare.get_input_embeddings().parameters()}
+    trained = {id(param) for param in bare.parameters() if param.requires_grad}
+    behind = {id(param) for param in bare.get_output_embeddings().parameters()} | (trained - in_layers - first)
+    of_stages = [
+        {id(p) for number in each for p in layers[number].parameters()} for each in layers_of_stages(bare, parallel)
+    ]
+    of_stages[0] |= first
+    of_stages[last] |= behind
+    places = range(parallel.pipeline)
+    return [place for place in places if not trained & set().union(*of_stages[place :: parallel.pipeline])]
 
 
 def layers_of_stages(bare: Any, parallel: Parallel) -> list[range]:
@@ -217,7 +245,7 @@ def _children(decoder: Any, container: str, layers: Collection[range], ends: Col
             found[name], end = nn.ModuleList(), LAST
             for number, (key, layer) in enumerate(child.named_children()):
                 own = any(number in each for each in layers)
-                found[name].add_module(key, layer if own else Elsewhere())  # type: ignore[union-attr]
+                found[name].add_module(key, layer if own else Elsewhere(layer))  # type: ignore[union-attr]
         else:
             has_weights = child is not None and next(child.parameters(), None) is not None
             found[name] = Elsewhere() if has_weights and end not in ends else child

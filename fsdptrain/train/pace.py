@@ -43,16 +43,21 @@ class LayerClock:
 
     FSDP's hooks run outside of these hooks, and recomputation runs inside `forward`, so each layer is timed once, after
     it is gathered. On a GPU it is timed with events, which are read when they have happened, so that nothing waits.
+    The ranks at each of `places` of a pipeline have some of the layers: their seconds are those of as many layers as
+    the others have, so that they can be compared.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, places: int = 1) -> None:
         self._event = None if device.type == "cpu" else torch.get_device_module(device).Event
         self._running = True
         self._spans: list[tuple[Any, Any]] = []  # begin and end of each forward pass: seconds, or events
         self._queued: deque[list[tuple[Any, Any]]] = deque()  # of the steps that the device may not have finished
         self._finished_s = 0.0  # of the newest step that the device has finished
         self._begin: Any = None
-        for _, layer in decoder_layers(model):
+        layers = [layer for _, layer in decoder_layers(model)]
+        own = [layer for layer in layers if next(layer.parameters(), None) is not None]
+        self._scale = len(layers) / (places * len(own))
+        for layer in own:
             layer.register_forward_pre_hook(self._before_layer)
             layer.register_forward_hook(self._after_layer)
 
@@ -60,11 +65,11 @@ class LayerClock:
         """Return the seconds measured since the last call; on a GPU, those of the newest step that it has finished."""
         spans, self._spans = self._spans, []
         if self._event is None:
-            return float(sum(end - begin for begin, end in spans))
+            return self._scale * float(sum(end - begin for begin, end in spans))
         self._queued.append(spans)
         while self._queued and (not self._queued[0] or self._queued[0][-1][1].query()):
             self._finished_s = float(sum(begin.elapsed_time(end) for begin, end in self._queued.popleft())) / 1e3
-        return self._finished_s
+        return self._scale * self._finished_s
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

@@ -85,7 +85,8 @@ class Stages:
             result.backward()
         else:
             grad = self._messages.receive(GRADIENTS, torch.empty_like(result), each.micro_batch)
-            torch.autograd.backward(result, grad)
+            if result.requires_grad:  # not behind a first stage that trains nothing
+                torch.autograd.backward(result, grad)
         if self._messages and hidden is not None:
             assert hidden.grad is not None
             self._messages.send(GRADIENTS, hidden.grad)

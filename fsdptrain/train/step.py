@@ -108,7 +108,7 @@ class Engine:
         self.steps_made, self.on_progress = steps_made, on_progress
         use_whole_shards(model, plan)
         self.stages = Stages(plan, world, model.config.get_text_config().hidden_size)
-        self._clock = LayerClock(model, world.device)
+        self._clock = LayerClock(model, world.device, plan.recipe.parallel.pipeline)
         self._loads = ExpertLoads(model, world.device, world.sum_over_stage)
         self._router_loss = RouterLoss(model, world.device)
         parts = named_parts(optimizer)

@@ -408,13 +408,13 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     of_layer = {"unit": lambda out: out * float("nan"), "in a layer": lambda out: out + (out - out.detach()).sqrt()}
     for name, spoil in {**of_loss, **of_layer}.items():
 
-        def loss(batch: Any, divisor: int, name: str = name, spoil: Any = spoil) -> torch.Tensor:
+        def loss(batch: Any, *how: Any, name: str = name, spoil: Any = spoil) -> torch.Tensor:
             if run.world.rank < run.world.size - 1 or batch is not batches[1]:
-                return whole(batch, divisor)
+                return whole(batch, *how)
             if name in of_loss:
-                return spoil(whole(batch, divisor))
+                return spoil(whole(batch, *how))
             hook = mlp.register_forward_hook(lambda _module, _inputs, output: spoil(output))
-            value = whole(batch, divisor)
+            value = whole(batch, *how)
             hook.remove()
             return value
 

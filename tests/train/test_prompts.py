@@ -16,6 +16,7 @@ VARIANTS = {
     "FULL_SHARD": [],
     "NO_SHARD, both in a micro-batch": ["fsdp.strategy=NO_SHARD", "train.micro_batch_size=2"],
     "ranks share rows": ["parallel.context=2"],
+    "a pipeline": ["parallel.pipeline=2"],
     "LoRA": ["adapter.kind=lora", "export.adapter=merged"],
 }
 
