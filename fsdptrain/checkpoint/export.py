@@ -74,7 +74,7 @@ def gathered_tensors(
     Of a pipeline, the first rank of a stage sends what only that stage has.
     """
     tensors = saved_state(model)
-    own = [*tensors] if world.rank == world.first_of_stage else []
+    own = [*tensors] if world.rank == world.ranks_of_stage[0] else []
     first = {name: rank for rank, names in reversed([*enumerate(world.gather_objects(own))]) for name in names}
     for group in groups:
         between_groups()

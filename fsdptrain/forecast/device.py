@@ -167,15 +167,15 @@ class PretendWorld(World):
 
 
 @contextlib.contextmanager
-def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
-    """Provide rank 0 of the plan's world over torch's fake process group."""
+def pretend_world(plan: Plan, device: torch.device, rank: int = 0) -> Iterator[World]:
+    """Provide a rank of the plan's world over torch's fake process group: the first of a stage."""
     size = plan.topology.world_size
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
-    dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
+    dist.init_process_group(backend, rank=rank, world_size=size, store=dist.HashStore())
     try:
         meshes = make_meshes(plan, device.type)
         side: Any = dist.group.WORLD
-        yield PretendWorld(0, 0, size, device, meshes[1], side, [], meshes=meshes, **make_groups(plan))
+        yield PretendWorld(rank, 0, size, device, meshes[1], side, [], meshes=meshes, **make_groups(plan))
     finally:
         dist.destroy_process_group()
 

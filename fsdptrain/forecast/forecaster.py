@@ -36,8 +36,9 @@ class Forecast:
     """One optimizer step of the rank with the highest peak, in bytes and seconds; docs/validate.md explains the names.
 
     `peak_bytes` is what torch has allocated at `moment`, and `breakdown` its parts. `reserved_bytes` is what the
-    caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition. `attention` is the kernel
-    whose rate is assumed; empty on a CPU.
+    caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition. `waiting_share` is the share
+    of its passes in which a rank of a pipeline waits for others, on average. `attention` is the kernel whose rate is
+    assumed; empty on a CPU.
     """
 
     fits: bool
@@ -62,6 +63,7 @@ class Forecast:
     mfu: float
     hardware: str
     method: str
+    waiting_share: float = 0.0
     time_basis: str = ESTIMATED
     attention: str = ""
     notes: list[str] = field(default_factory=list)

@@ -31,12 +31,15 @@ from fsdptrain.forecast.trace import (
     Storage,
     Synchronize,
     Trace,
+    WaitEvent,
 )
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.parallel.patches import CONTEXT, EXPERTS, REDUCTIONS, TENSOR, TorchDispatchMode
 
-LOSS_BACKWARD = "backward of the loss"
+LOSS, END_OF_STAGE = "loss", "end of the stage"  # moments behind the layers
+BACKWARD = {LOSS: "backward of the loss", END_OF_STAGE: "backward of the stage"}  # the moments that follow in backward
+MESSAGES = -2  # the stream of messages between stages
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
@@ -144,7 +147,7 @@ class Recorder(TorchDispatchMode):
     def begin(self, moment: str) -> None:
         """Name the moment of the step that begins now."""
         self.moment = moment
-        self.backwards += moment == LOSS_BACKWARD
+        self.backwards += moment in BACKWARD.values()
         self.write(Moment(moment))
 
     def tag(self, tensor: torch.Tensor, category: Category, unless: Category | None = None) -> None:
@@ -164,8 +167,8 @@ class Recorder(TorchDispatchMode):
         if Recorder.hidden or func.namespace == "prim":  # prim reads a tensor's device and the like
             return result
         backward = torch._C._current_graph_task_id() != -1
-        if backward and self.moment == "loss":
-            self.begin(LOSS_BACKWARD)
+        if backward and self.moment in BACKWARD:
+            self.begin(BACKWARD[self.moment])
         elif func is aten._foreach_norm.Scalar:
             self.begin("gradient norm")
         for tensor in tensors_in(result):
@@ -214,8 +217,11 @@ class Recorder(TorchDispatchMode):
     def _record_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a collective or a kernel on the current stream."""
         stream = pretend.current_stream()
+        if func is c10d.send.default:
+            self._record_message(args)
+            return
         if func.namespace == "c10d":
-            if func is not c10d.barrier.default:
+            if func not in (c10d.barrier.default, c10d.recv_.default):
                 kind, place = COLLECTIVES.get(func, ("other", 0))
                 group = _group_of(args)
                 what = group.group_desc
@@ -245,6 +251,16 @@ class Recorder(TorchDispatchMode):
         self.write(Kernel(kernels.name_of(func), int(flops), moved, link, stream))
         if host_waits(func, args, kwargs, result):
             self.write(Synchronize())
+
+    def _record_message(self, args: Any) -> None:
+        """Record a message to another stage, in a stream of its own, behind what was computed before."""
+        group, other = _group_of(args), args[2]
+        every = dist.get_process_group_ranks(group)
+        ranks, stream = (every[group.rank()], every[other]), COMPUTE_STREAM
+        if self.device != HOST:
+            stream = MESSAGES
+            self.write(WaitEvent(pretend.DeviceEvent().record().number or 0, stream))
+        self.write(Collective("message", ranks, _total_bytes(args[0]), stream, apart=True))
 
     def _add_storage(self, storage: Any, device: str, category: Category) -> None:
         entry = _Entry(Storage(device, category), self.backwards)

@@ -102,7 +102,16 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
         f"attention included{attention}), collectives alone {seconds(forecast.communication_s)} s; the step waits "
         f"{seconds(forecast.exposed_s)} s for what compute does not hide",
     ]
-    if plan.recipe.parallel.experts > 1:
+    parallel = plan.recipe.parallel
+    if parallel.pipeline > 1:
+        filled = plan.accumulation * parallel.stages_of_rank
+        share = (parallel.pipeline - 1) / (filled + parallel.pipeline - 1)
+        lines.append(
+            f"the {parallel.pipeline} groups of ranks of the pipeline wait for one another in "
+            f"{forecast.waiting_share:.1%} of their time; with equal stages it would be {share:.1%}, and less with "
+            "more micro-batches a step"
+        )
+    if parallel.experts > 1:
         lines.append("all experts are assumed to get as many tokens: if a router prefers some, the step takes longer")
     if not cost:
         return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdptrain.forecast import trace as ledger
 from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
+from fsdptrain.forecast.pipeline import simulated_places, time_stages
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
@@ -28,6 +29,7 @@ from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
 from fsdptrain.model.expert_parallel import check_experts
+from fsdptrain.model.pipeline import check_stages
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.tensor_parallel import check_layers
 from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
@@ -57,8 +59,10 @@ def estimate(
     if flash is not None and not hardware.is_cpu:
         hardware = hardware.with_attention(flash)
     model = counted_model(plan, config) if bare is None or plan.freezes else bare
-    for check, ranks in ((check_layers, plan.recipe.parallel.tensor), (check_experts, plan.recipe.parallel.experts)):
-        check(model if bare is None else bare, ranks)
+    parallel = plan.recipe.parallel
+    check_layers(model if bare is None else bare, parallel.tensor)
+    check_experts(model if bare is None else bare, parallel.experts)
+    check_stages(model, parallel)
     weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:
@@ -71,8 +75,11 @@ def estimate(
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, config, pretend, hardware, masked)
-    device = PRETEND if pretend else HOST
+    device, places = PRETEND if pretend else HOST, simulated_places(model, parallel)
+    traces = {place: simulate(plan, config, pretend, hardware, masked, place) for place in dict.fromkeys(places)}
+    memories = {place: memory_of(each, device, hardware) for place, each in traces.items()}
+    fullest = max(memories, key=lambda place: memories[place]["reserved_bytes"] + memories[place]["overhead_bytes"])
+    trace = traces[fullest]
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
@@ -80,14 +87,16 @@ def estimate(
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     attention = [] if hardware.is_cpu else attention_kernels(trace.events, flash or "flash")
-    time = time_of(plan, trace, hardware, tokens, useful_flops, attention)
+    time = time_of(plan, traces, places, hardware, tokens, useful_flops, attention)
     if kernel == varlen.NAME and attention and (name := card.faster_flash):
-        faster = time_of(plan, trace, card.with_attention(name), tokens, useful_flops)["step_s"]
+        faster = time_of(plan, traces, places, card.with_attention(name), tokens, useful_flops)["step_s"]
         instead = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
         notes.append(f"{flash_recommendation(name)}; its forecast: {instead}")
+    # Stages are about equally large.
+    host_bytes = (plan.host_state_bytes(weights) + bytes_in_host(plan, model)) // parallel.pipeline
     return Forecast(
-        **memory_of(trace, device, hardware),
-        host_bytes=0 if hardware.is_cpu else plan.host_state_bytes(weights) + bytes_in_host(plan, model),
+        **memories[fullest],
+        host_bytes=0 if hardware.is_cpu else host_bytes,
         collectives=[dataclasses.asdict(each) for each in sent],
         **time,
         attention=" and ".join(attention),
@@ -146,20 +155,29 @@ def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
 
 
 def time_of(
-    plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float, attention: Iterable[str] = ()
-) -> dict[str, Any]:
+    plan: Plan, traces: Mapping[int, Trace], places: list[int], hardware: Hardware, tokens: int, useful_flops: float,
+    attention: Iterable[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation.
 
-    `attention` are the names of the kernels that compute it.
+    `traces` are those of the `simulated_places`, and `places` those. `attention` are the names of the kernels that
+    compute it.
     """
     half = plan.recipe.fsdp.mixed_precision.param_dtype in HALF
     recompute_s = timing.recomputation_s(plan.recipe.fsdp.recomputation)
-    events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
-    compiled = plan.compiles and not hardware.is_cpu
-    timed = timing.replay_streams(events, hardware, half, ranks, recompute_s, compiled)
+    ranks, compiled = plan.topology.nproc_per_node, plan.compiles and not hardware.is_cpu
+    timings = {
+        place: timing.replay_streams(trace.repeated(plan.accumulation), hardware, half, ranks, recompute_s, compiled)
+        for place, trace in traces.items()
+    }
+    timed, waiting = timings[0], 0.0
+    if len(places) > 1:
+        message = next(each for each in traces[0].events if isinstance(each, Collective) and each.kind == "message")
+        message_s = timing.collective_s(message, hardware, ranks)
+        timed, waiting = time_stages(plan.recipe.parallel, timings, places, plan.accumulation, message_s)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     spread, basis = hardware.spread, hardware.basis
-    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, trace, attention)):
+    if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, traces[0], attention)):
         spread, basis = spread + BEYOND_RUNS, f"{basis}, but none {differs}"
     return {
         "flops": timed.flops,
@@ -169,6 +187,7 @@ def time_of(
         "compute_s": timed.compute_s,
         "communication_s": timed.communication_s,
         "exposed_s": timed.exposed_s,
+        "waiting_share": waiting,
         "tokens_per_s": tokens / timed.step_s,
         "mfu": useful_flops / (timed.step_s * peak),
     }
@@ -190,6 +209,7 @@ def beyond_runs(plan: Plan, trace: Trace, attention: Iterable[str]) -> str:
             (f"with attention by {others}", others != ""),
             ("with experts", any("grouped_mm" in event.name for event in trace.events if isinstance(event, Kernel))),
             ("with frozen weights", plan.freezes),
+            ("in a pipeline", recipe.parallel.pipeline > 1),
             ("with offloading", recipe.fsdp.cpu_offload),
             ("in float8", recipe.train.float8 is not None),
             ("in float32", recipe.fsdp.mixed_precision.param_dtype == "float32"),

@@ -1,4 +1,4 @@
-"""Run one optimizer step of rank 0 on fake tensors, without a GPU and without weights, and record it as a `Trace`.
+"""Run one optimizer step of a rank on fake tensors, without a GPU and without weights, and record it as a `Trace`.
 
 The code is that of training: `build`, `allocate`, the optimizer, `Engine.step`. Only the device, the process group and
 the numbers are not real.
@@ -20,7 +20,7 @@ from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.device import pretend_accelerator, pretend_world
 from fsdptrain.forecast.kernels import multiply_in_float8, on_card
 from fsdptrain.forecast.patches import fake_tensor_patches
-from fsdptrain.forecast.recorder import Recorder, tensors_in
+from fsdptrain.forecast.recorder import END_OF_STAGE, LOSS, Recorder, tensors_in
 from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
 from fsdptrain.model.float8 import layers_in_float8
@@ -36,10 +36,12 @@ from fsdptrain.train.step import Engine
 
 
 def simulate(
-    plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware | None = None, masked: bool | None = None
-) -> Trace:
-    """Return the trace of one optimizer step of rank 0, with optimizer state allocated, of at most three micro-batches.
+    plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware | None = None, masked: bool | None = None,
+    place: int = 0,
+) -> Trace:  # fmt: skip
+    """Return the trace of one optimizer step, with optimizer state allocated, of as few micro-batches as show all.
 
+    It is that of rank 0 or, in a pipeline, of the first rank at `place`, which receives what it waits for at once.
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
     `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing. `masked`:
     whether masks are built, by default where a sequence may hold several documents.
@@ -57,7 +59,7 @@ def simulate(
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
         fake_tensor_patches(masked, Recorder.unrecorded),
-        pretend_world(plan, device) as world,
+        pretend_world(plan, device, place * plan.stage_ranks) as world,
         on_card(card),
         FakeTensorMode(allow_non_fake_inputs=True),
         # A thread of autograd's would free its last gradient at some later moment, so two traces would differ.
@@ -96,11 +98,19 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
         recorder.tag(buffer, "inputs and buffers")
     trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []
     mark_moments(recorder, engine, units)
-    # The trace repeats the last but one for all others. The first differs if it alone gathers weights that stay.
-    enough = 3 if plan.recipe.fsdp.strategy.gathers_once else 2
-    batches = [batch_of_zeros(plan) for _ in range(min(plan.accumulation, enough))]
+    batches = [batch_of_zeros(plan) for _ in range(micro_batches_to_simulate(plan, engine.world.rank))]
     engine.step(0, batches, 1, plan.recipe.optim.lr)
     return trace
+
+
+def micro_batches_to_simulate(plan: Plan, rank: int) -> int:
+    """Return how many micro-batches a trace needs, of which `Trace.repeated` repeats the last but one."""
+    parallel = plan.recipe.parallel
+    if parallel.schedule != "1f1b":  # forward passes come before other backward passes than their own
+        return plan.accumulation
+    # The first differs if it alone gathers weights that stay. In a pipeline some are ahead of the first backward pass.
+    enough = 3 if plan.recipe.fsdp.strategy.gathers_once else 2
+    return min(plan.accumulation, enough + parallel.pipeline - 1 - plan.place_in_pipeline(rank))
 
 
 def batch_of_zeros(plan: Plan) -> Batch:
@@ -148,5 +158,9 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
     head = engine.model.get_output_embeddings()
     if all(head is not inner for unit in units for module in unit.modules for inner in module.modules()):
         head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: in the root
-    engine.model.register_forward_hook(lambda *_: recorder.begin("loss"))
+
+    def end(_model: Any, _args: Any, inputs: dict[str, Any], _output: Any) -> None:
+        recorder.begin(LOSS if engine.stages.is_last(inputs.get("chunk", 0)) else END_OF_STAGE)
+
+    engine.model.register_forward_hook(end, with_kwargs=True)
     engine.optimizer.register_step_pre_hook(update)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdptrain.config.schema import Recomputation
 from fsdptrain.forecast.trace import (
@@ -41,14 +41,19 @@ FLOAT8 = {"float8_rowwise": (1.65, 2.5), "float8_tensorwise": (1.85, 1.5)}
 # a published gain, of an 8B model on 8 H100s: see docs/calibration.md.
 COMPILED = 0.44
 
+PASSES = {"forward": "forward", "loss": "forward", "end": "forward", "backward": "backward"}  # first word of a moment
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 
 
 @dataclass
 class Timing:
-    """Seconds of a step: in all, of compute alone, of communication alone, and of the host; and its FLOPs."""
+    """Seconds of a step: in all, of compute alone, of communication alone, and of the host; and its FLOPs.
+
+    `passes_s` are those of all forward (True) and backward passes, with what they wait for in this rank.
+    """
 
     step_s: float = 0.0
+    passes_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
     compute_s: float = 0.0
     communication_s: float = 0.0
     host_s: float = 0.0
@@ -79,6 +84,7 @@ def replay_streams(
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = late = 0.0
     fuses = False  # whether what computes at this moment is compiled
+    kind, since = "", 0.0  # of the moment: `forward`, `backward` or another one, and when it began
     for event in events:
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
@@ -112,6 +118,10 @@ def replay_streams(
         elif isinstance(event, Moment):
             fuses = compiled and event.name.startswith(("forward of ", "backward of ")) and "embed" not in event.name
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
+            now = host if hardware.is_cpu else clock[COMPUTE_STREAM]
+            if kind:
+                timing.passes_s[kind == "forward"] += now - since
+            kind, since = PASSES.get(event.name.partition(" of ")[0], ""), now
         elif isinstance(event, Synchronize):
             host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])
     timing.step_s = max([host, *clock.values()]) + late

@@ -55,12 +55,13 @@ class Kernel(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter).
 
-    `apart`: it is in a group for reductions or tokens alone, which NCCL carries out at the same time as gathers.
+    `apart`: it is in a group for reductions, tokens or messages alone, which NCCL carries out at the same time as
+    gathers. A message is from the first of two ranks to the second.
     """
 
     kind: Literal[
         "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "gather of tokens", "sum of tokens",
-        "tokens to experts", "broadcast", "other",
+        "tokens to experts", "message", "broadcast", "other",
     ]  # fmt: skip
     ranks: tuple[int, ...]
     size: int
@@ -187,7 +188,12 @@ class Traffic:
 
 
 def ring_bytes(kind: str, size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends: (n-1)/n of the full buffer of `size` bytes, twice that for an all-reduce."""
+    """Return the bytes that a rank sends: (n-1)/n of the full buffer of `size` bytes, twice that for an all-reduce.
+
+    A message is sent whole.
+    """
+    if kind == "message":
+        return size
     share = size * (ranks - 1) // ranks
     return 2 * share if kind == "all-reduce" else share
 

@@ -143,9 +143,11 @@ class World:
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
-    def first_of_stage(self) -> int:
-        """The first of the ranks that have the same layers."""
-        return int(self.mesh.mesh.flatten()[0])
+    def ranks_of_stage(self) -> Ints:
+        """The ranks that have the same layers: all, or one group of a pipeline."""
+        if self.messages is None:
+            return np.arange(self.size)
+        return np.array(dist.get_process_group_ranks(self.stage) if self.stage else [self.rank])
 
     def group_of(self, part: Part) -> dist.ProcessGroup:
         """Return the ranks that divide a parameter among them, this one included."""
@@ -158,7 +160,7 @@ class World:
 
         Ranks in one column hold the same piece. `part` says of a parameter of a layer that it is divided.
         """
-        of_stage = self.mesh.mesh.flatten().numpy()
+        of_stage = self.ranks_of_stage
         if not isinstance(tensor, DTensor):  # every rank has all of it
             return of_stage[:, None]
         parts, copies = (part.count, part.ranks // part.count) if part else (1, 1)

@@ -48,10 +48,12 @@ def forward_passes(parallel: Parallel, micro_batches: int) -> list[Pass]:
     return [Pass(True, chunk, number) for group in groups for chunk in range(chunks) for number in group]
 
 
-def step_seconds(parallel: Parallel, seconds: Mapping[bool, Sequence[float]], micro_batches: int) -> float:
+def step_seconds(
+    parallel: Parallel, seconds: Mapping[bool, Sequence[float]], micro_batches: int, message_s: float = 0.0
+) -> float:
     """Return when the last rank has made its last pass, if each begins as soon as its rank and its input are ready.
 
-    `seconds` are those of a forward (True) and a backward pass through each stage.
+    `seconds` are those of a forward (True) and a backward pass through each stage, `message_s` those of a message.
     """
     lists = {place: passes(parallel, place, micro_batches)[::-1] for place in range(parallel.pipeline)}
     free = dict.fromkeys(lists, 0.0)
@@ -62,12 +64,12 @@ def step_seconds(parallel: Parallel, seconds: Mapping[bool, Sequence[float]], mi
             while left:
                 forward, chunk, number = left[-1]
                 stage = place + chunk * parallel.pipeline
-                ready = [] if forward and stage == 0 else [done.get((forward, stage + (-1 if forward else 1), number))]
-                if not forward and stage == parallel.stages - 1:
-                    ready = [done.get((True, stage, number))]
-                if None in ready:
-                    break
-                begin = max([free[place], *(at for at in ready if at is not None)])
+                begin = free[place]
+                if stage != (0 if forward else parallel.stages - 1):  # else the rank has its input
+                    before_it = forward, stage + (-1 if forward else 1), number
+                    if before_it not in done:
+                        break
+                    begin = max(begin, done[before_it] + message_s)
                 free[place] = done[forward, stage, number] = begin + seconds[forward][stage]
                 left.pop()
         if len(done) == before:

@@ -92,7 +92,7 @@ def test_the_range_is_wider_where_no_published_run_is_like_the_plan(tmp_path: Pa
         usual = {"data__seq_len": 4096, "train__micro_batch_size": 1, "fsdp__mixed_precision__param_dtype": "bfloat16"}
         batch = {"train__global_batch_size": world * {**usual, **changes}["train__micro_batch_size"]}
         plan = plan_of(tmp_path, world, world // 8, "cuda", **(usual | batch | changes))
-        found = time_of(plan, Trace([], [Kernel(product, BUSY, 0, 0, 0)]), KNOWN[card], 1, 1.0, attention)
+        found = time_of(plan, {0: Trace([], [Kernel(product, BUSY, 0, 0, 0)])}, [0], KNOWN[card], 1, 1.0, attention)
         low, high = (seconds / found["step_s"] for seconds in found["step_s_range"])
         assert math.isclose(low + high, 2)
         return round(high - 1, 3), found["time_basis"]
