@@ -38,7 +38,8 @@ from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.parallel.patches import CONTEXT, EXPERTS, REDUCTIONS, TENSOR, TorchDispatchMode
 
 LOSS, END_OF_STAGE = "loss", "end of the stage"  # moments behind the layers
-BACKWARD = {LOSS: "backward of the loss", END_OF_STAGE: "backward of the stage"}  # the moments that follow in backward
+LOSS_BACKWARD = "backward of the loss"
+BACKWARD = {LOSS: LOSS_BACKWARD, END_OF_STAGE: "backward of the stage"}  # the moments that follow
 MESSAGES = -2  # the stream of messages between stages
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 

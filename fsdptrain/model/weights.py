@@ -83,14 +83,16 @@ def read_weights(
 
         grown = _with_added_rows(bare, {key: each for key, each in slices.items() if key in known}, plan, added)
         parts = {base_name(name): part for name, part in model.parts.items()}
-        names = {base_name(name) for name in saved_state(model)}
-        keys = {
-            key: name for same in names_by_parameter(bare).values() for name in same for key in same if key in names
+        # Of a pipeline, what is in the stages of this rank; the first one has one name of a weight that is tied.
+        tied_names = itertools.chain.from_iterable(names_by_parameter(model).values())
+        here = {base_name(name) for name in (*saved_state(model), *tied_names)}
+        aliases = {
+            name: own for same in names_by_parameter(bare).values() for name in same for own in same if own in here
         }
-        own = {  # of a pipeline, what is in the stages of this rank; a tied weight may be there under its other name
-            key if known[key] in names else keys[known[key]]: each
+        own = {
+            key if known[key] in here else aliases[known[key]]: each
             for key, given in grown.items()
-            if known[key] in names | keys.keys() and (each := _own(key, given, parts.get(known[key])))
+            if known[key] in here | aliases.keys() and (each := _own(key, given, parts.get(known[key])))
         }
         counted: dict[str, Any] = {name: _Counted(rows, read) for name, rows in own.items()}
         with without_adapters(model):

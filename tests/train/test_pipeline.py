@@ -97,7 +97,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=SOAK)], ids=["some", "more"])
-@pytest.mark.parametrize("model", ["model", pytest.param("tied", marks=SOAK)])
+@pytest.mark.parametrize("model", [pytest.param("model", marks=SOAK), "tied"])
 def test_curves_agree_with_the_plain_loop(
     model: str, layouts: dict[str, list[str]], recipe: Path, tmp_path: Path
 ) -> None:
