@@ -158,7 +158,8 @@ class World:
 
         Ranks in one column hold the same piece. `part` says of a parameter of a layer that it is divided.
         """
-        of_stage = self.mesh.mesh.flatten().numpy()
+        # Not of the mesh, whose ranks are a tensor: a fake one in a forecast.
+        of_stage = np.array(dist.get_process_group_ranks(self.stage or dist.group.WORLD))
         if not isinstance(tensor, DTensor):  # every rank has all of it
             return of_stage[:, None]
         parts, copies = (part.count, part.ranks // part.count) if part else (1, 1)
