@@ -69,6 +69,10 @@ LLAMA2_7B = LLAMA2_13B | {
     "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
 }  # fmt: skip
 LLAMA2_70B = LLAMA_70B | {"vocab_size": 32000}
+QWEN_7B = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
 # torchtitan's H100: "96GB HBM2e with 2.4 TB/sec", and a peak "between SXM and NVL": the mean of the two.
 META_H100 = dataclasses.replace(
     KNOWN["h100-80gb"], memory_bw=2.4e12, flops=(KNOWN["h100-80gb"].flops + KNOWN["h100-nvl-94gb"].flops) / 2
@@ -97,6 +101,7 @@ class Run:
     compiled: bool = False
     every_second: bool = False  # `selective` as in torchtitan, which keeps every second product
     card: Hardware | None = None  # if it is not that of the table
+    adapters: bool = False  # of rank 16 on all linear layers, and the rest is frozen
 
     @property
     def nodes(self) -> int:
@@ -145,14 +150,15 @@ class Run:
         return {
             "output_dir": str(folder / "run"),
             "model": {
-                "config": self.config | {layers: depth}, "tokenizer": {"train": 512}, "init": "random",
-                "dtype": self.master, "attn_implementation": "sdpa",
+                "config": self.config | {layers: depth}, "tokenizer": {"train": 512}, "dtype": self.master,
+                "attn_implementation": "sdpa", **({"id": "any"} if self.adapters else {"init": "random"}),
             },
             "data": {"path": str(folder / "text.txt"), "seq_len": self.seq_len, "packing": "none"},
             "fsdp": {
                 "strategy": self.strategy, "activation_checkpointing": self.recompute,
                 "mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": self.reduce},
-            },
+            }
+            | ({"accumulation": "hold"} if self.gpus == 1 else {}),
             "train": {
                 "steps": 1, "micro_batch_size": self.micro_batch,
                 # a trace has at most three micro-batches
@@ -160,7 +166,7 @@ class Run:
             },
             "launch": {"nproc_per_node": self.gpus // self.nodes, "nnodes": self.nodes}
             | ({"rdzv_endpoint": "host:29500"} if self.nodes > 1 else {}),
-        }  # fmt: skip
+        } | ({"adapter": {"kind": "lora"}} if self.adapters else {})  # fmt: skip
 
 
 def published_runs() -> list[Run]:
@@ -189,16 +195,19 @@ def field_runs() -> list[Run]:
 
     torchtitan: `docs/performance.md` of 2024 (A100) and `benchmarks/llama3_h100_202412_torchtitan.md`. Of accelerate's
     run it is not known whether it recomputes. fms-fsdp: the table of its README; torchao: `torchao/float8/README.md`.
+    AutoModel: `docs/performance-summary.md` with LoRA. Liger's kernels, which it has, count as compiled layers.
     """
 
     def run(
         name: str, gpu: str, gpus: int, config: Any, layers: int, rows: int, seq_len: int, rate: float, recompute: Any,
-        **other: Any,
+        accumulation: int = 1, **other: Any,
     ) -> Run:  # fmt: skip
-        return Run(name, gpu, gpus, config, layers, seq_len, rows, 1, rows * seq_len / rate, recompute, **other)
+        step_s = accumulation * rows * seq_len / rate
+        return Run(name, gpu, gpus, config, layers, seq_len, rows, accumulation, step_s, recompute, **other)
 
     titan: dict[str, Any] = {"every_second": True}
     meta: dict[str, Any] = {"every_second": True, "card": META_H100}
+    lora: dict[str, Any] = {"adapters": True, "accumulation": 16, "strategy": "SHARD_GRAD_OP", "compiled": True}
     h100, a100 = "h100-80gb", "a100-80gb"
     return [
         run("torchtitan 8B", h100, 8, LLAMA_8B, 32, 2, 8192, 5762, "selective", **meta),
@@ -219,6 +228,8 @@ def field_runs() -> list[Run]:
         run("fms-fsdp 7B", h100, 96, LLAMA2_7B, 32, 2, 4096, 9600, "none", strategy="HYBRID_SHARD", compiled=True),
         run("fms-fsdp 13B", a100, 128, LLAMA2_13B, 40, 2, 4096, 2150, {"every": 2}, compiled=True),
         run("fms-fsdp 13B", h100, 96, LLAMA2_13B, 40, 2, 4096, 4850, {"every": 2}, compiled=True),
+        run("AutoModel 8B, LoRA", h100, 1, LLAMA_8B, 32, 2, 4096, 12473, "none", **lora),
+        run("AutoModel 7B (Qwen2.5), LoRA", h100, 1, QWEN_7B, 28, 2, 4096, 14110, "none", **lora),
     ]
 
 
@@ -398,7 +409,7 @@ def main() -> None:
         draw(errors, options.plot)
     print("\n| published run, not fitted | published | forecast | error |\n| --- | --- | --- | --- |")
     for row in field:
-        run, tokens = row.run, row.run.seq_len * row.run.micro_batch
+        run, tokens = row.run, row.run.seq_len * row.run.micro_batch * row.run.accumulation
         seconds = forecast_s(run, row.shallow, figures)
         print(
             f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed}"

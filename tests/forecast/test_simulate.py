@@ -124,6 +124,23 @@ def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, ch
     assert forecast.by_category["optimizer state"] < 0.1 * full.by_category["optimizer state"]
 
 
+def test_only_products_that_a_gradient_of_adapters_needs_are_computed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, world=1, train__global_batch_size=2, fsdp__activation_checkpointing="none")
+    rank = 5
+    trace = on_fake(varied(plan, {"adapter.kind": "lora", "adapter.r": rank}))
+    hidden, wide, layers = (SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    from_input = [(hidden, hidden), (hidden, hidden // 2), (hidden, hidden // 2)]  # q, k, v
+    linear = [*from_input, (hidden, hidden), (hidden, wide), (hidden, wide), (wide, hidden)]
+    weights = layers * sum(n * m for n, m in linear) + hidden * SMALL["vocab_size"]
+    adapters = layers * sum(rank * (n + m) for n, m in linear)
+    # Frozen weights: forward, and the gradient of their inputs. Adapters: that of their weights too. Nothing before the
+    # first layer is trained, so its input has no gradient.
+    products = 2 * weights + 3 * adapters - sum(n * m + rank * n for n, m in from_input)
+    names = {"mm", "addmm", "addmm_"}
+    found = sum(event.flops for event in trace.events if isinstance(event, Kernel) and event.name in names)
+    assert found == 2 * products * 2 * 256  # two rows of 256 tokens
+
+
 @pytest.mark.parametrize(
     ("world", "strategy"), [(2, "NO_SHARD"), pytest.param(1, "FULL_SHARD", marks=pytest.mark.soak)]
 )
