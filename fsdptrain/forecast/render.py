@@ -177,18 +177,35 @@ def shown_options(options: list[Option]) -> list[Option]:
 
 def advice_rows(options: list[Option]) -> list[list[str]]:
     """Return the rows of the options, with the columns of `ADVICE_HEADER`."""
-    return [[f"{number}", *_option_cells(option)] for number, option in enumerate(options, 1)]
+    return [[f"{number}", *_option_cells(option, options[0])] for number, option in enumerate(options, 1)]
 
 
-def _option_cells(option: Option) -> list[str]:
+def why_slower(option: Option, best: Option) -> str:
+    """Return what takes the time by which a plan is slower than the best: most of it, in seconds; "" for none."""
+    if not best.fits or option.step_s < SAME_TIME * best.step_s:
+        return ""
+    waiting_s, of_best_s = (each.waiting_share * each.step_s for each in (option, best))
+    longer = {
+        "computes": option.compute_s - best.compute_s,
+        "stages wait": waiting_s - of_best_s,
+        "waits for collectives": (option.step_s - option.compute_s - waiting_s)
+        - (best.step_s - best.compute_s - of_best_s),
+    }
+    cause = max(longer, key=lambda cause: longer[cause])
+    return f"{cause} {seconds(longer[cause])} s longer"
+
+
+def _option_cells(option: Option, best: Option) -> list[str]:
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     marks = {
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
         f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
         _divided_mark("layers", option.overrides.get("parallel.tensor")): "parallel.tensor" in option.overrides,
         _divided_mark("experts", option.overrides.get("parallel.experts")): "parallel.experts" in option.overrides,
+        f"a pipeline of {option.overrides.get('parallel.pipeline')}": "parallel.pipeline" in option.overrides,
         "hold_shards": option.overrides.get("fsdp.accumulation") == "hold_shards",
         f"and {size(option.host_bytes)} of host memory": option.cpu_offload,
+        why_slower(option, best): option.fits,
     }  # fmt: skip
     return [
         option.strategy + hybrid,
@@ -198,7 +215,7 @@ def _option_cells(option: Option) -> list[str]:
         f"{seconds(option.step_s)} s",
         f"{option.tokens_per_s:,.0f}",
         f"{option.mfu:.1%}",
-        ", ".join(mark for mark, applies in marks.items() if applies),
+        ", ".join(mark for mark, applies in marks.items() if mark and applies),
     ]
 
 

@@ -36,7 +36,7 @@ RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
 HELD = 2  # of the fastest plans that could hold shards of gradients: so many are tried with that
-DIVIDED = ("parallel.tensor", "parallel.experts")  # the model may refuse these
+DIVIDED = ("parallel.tensor", "parallel.experts", "parallel.pipeline")  # the model may refuse these
 TYPICAL = Weight((4096, 4096))
 LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
 SHOWN = 3  # overrides, where memory ran out
@@ -50,20 +50,23 @@ NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload w
 class Choice:
     """What a plan may have instead: a strategy, its number of ranks per copy, and whether weights are offloaded.
 
-    `divided` are overrides of `parallel`: how many ranks divide layers or experts, where that changes.
+    `divided` are overrides of `parallel`: how many ranks divide layers or experts, where that changes. `pipeline` is
+    the number of groups of ranks in a pipeline.
     """
 
     strategy: Strategy
     ranks: int
     offload: bool
     divided: dict[str, Any] = field(default_factory=dict)
+    pipeline: int = 1
 
 
 def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
     """Return the strategies worth trying, first those that need the least memory, each with the numbers of ranks per
     copy in the order in which they are tried. With offload, only those that shard one copy over all ranks.
     """
-    nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
+    node = min(plan.topology.nproc_per_node, plan.stage_ranks)
+    nodes = plan.stage_ranks // node
     strategies = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
     found = []
     for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
@@ -88,7 +91,7 @@ def micro_batches(plan: Plan) -> list[int]:
     recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.documents_share_sequences:
         return [1]
-    share, tokens = recipe.train.global_batch_size * plan.ranks_of_row // plan.topology.world_size, plan.tokens_of_row
+    share, tokens = recipe.train.global_batch_size // plan.groups_of_rows, plan.tokens_of_row
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}
     sizes = sorted(powers | {recipe.train.micro_batch_size})
     return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
@@ -126,7 +129,7 @@ def divided_layers(plan: Plan, fits: bool) -> list[dict[str, Any]]:
     With fewer sequences than ranks, as many ranks as now share a row, and some of them divide layers.
     """
     parallel, batch = plan.recipe.parallel, plan.recipe.train.global_batch_size
-    node, world = plan.topology.nproc_per_node, plan.topology.world_size
+    node, world = plan.topology.nproc_per_node, plan.stage_ranks
     found: list[dict[str, Any]] = []
     for ranks in (2**i for i in range(node.bit_length()) if node % 2**i == 0):
         context = plan.ranks_of_row // ranks if batch < world else parallel.context
@@ -145,6 +148,15 @@ def divided_experts(plan: Plan, experts: int) -> list[dict[str, Any]]:
     most = math.gcd(plan.topology.nproc_per_node, experts) if experts else 1
     sizes = [most, 1, *(ranks for ranks in range(most - 1, 1, -1) if most % ranks == 0)]
     changes = [{"parallel.experts": ranks} for ranks in dict.fromkeys(sizes) if ranks != own]
+    return [change for change in changes if _may_change(plan, change)]
+
+
+def pipelines(plan: Plan) -> list[dict[str, Any]]:
+    """Return numbers of groups of whole nodes that may be a pipeline, the fewest first, or none if there is one now."""
+    sizes = [2**i for i in range(1, plan.topology.nnodes.bit_length()) if plan.topology.nnodes % 2**i == 0]
+    sizes = [size for size in sizes if plan.recipe.train.global_batch_size % (plan.topology.world_size // size) == 0]
+    own = plan.recipe.parallel.pipeline
+    changes = [{"parallel.pipeline": size} for size in [1, *sizes] if size != own]
     return [change for change in changes if _may_change(plan, change)]
 
 
@@ -195,6 +207,7 @@ class Option:
     tokens_per_s: float
     mfu: float
     own: bool
+    waiting_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,7 @@ def search(
             if not offload:
                 found += _with_experts_divided(found, trials, counts, experts)
                 found += _with_layers_divided(found, trials, counts, experts, threads)
+                found += _with_pipeline(found, trials, counts)
             if not any(option.fits for option in found):
                 smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
@@ -275,8 +289,9 @@ def _options_of_size(choice: Choice, trials: _Trials) -> list[Option]:
     best_s = math.inf
     less = 0  # index of the least recomputation that may fit
     plan = varied(trials.plan, choice.divided)
-    share = plan.recipe.train.global_batch_size * plan.ranks_of_row // plan.topology.world_size
-    micros = [micro for micro in micro_batches(plan) if share % micro == 0]
+    share = plan.recipe.train.global_batch_size // plan.groups_of_rows
+    # With fewer micro-batches than a pipeline has groups, some of its ranks would never compute at the same time.
+    micros = [micro for micro in micro_batches(plan) if share % micro == 0 and share >= micro * choice.pipeline]
     for micro in micros:
         if less == len(RECOMPUTATION):
             if micro != micros[-1]:
@@ -342,6 +357,32 @@ def _with_layers_divided(
     return [option for options in found for option in options]
 
 
+def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> list[Option]:
+    """Return plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
+
+    Of the strategies that shard one copy, one gathers weights in each micro-batch, the other once a step. More groups
+    are tried as long as that is faster, or nothing fits.
+    """
+    plan, found = trials.plan, list[Option]()
+    best = next((option for option in ranked(options) if option.fits and not option.cpu_offload), None)
+    divided = {key: ranks for key, ranks in (best.overrides if best else {}).items() if key.startswith("parallel.")}
+    fastest_s = math.inf
+    for change in pipelines(varied(plan, divided)):
+        staged = varied(plan, divided | change)
+        choices = [
+            Choice(choice.strategy, choice.ranks, False, divided | change, change["parallel.pipeline"])
+            for choice in (sizes[0] for sizes in strategies_to_try(staged, False))
+            if not choice.strategy.replicates and not choice.strategy.in_groups
+        ]
+        new = [option for choice in choices for option in _options_of([choice], trials, counts)]
+        found += new
+        step_s = min((option.step_s for option in new if option.fits), default=math.inf)
+        if fastest_s < step_s:
+            break
+        fastest_s = step_s
+    return found
+
+
 def _fastest_choice(options: list[Option], plan: Plan) -> Choice:
     """Return the choice of the fastest plan that fits without offload, else that which shards most."""
     fitting = (option for option in ranked(options) if option.fits and not option.cpu_offload)
@@ -358,11 +399,12 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     recipe = plan.recipe
     state = gathered = 0.0
     parts = max(recipe.parallel.tensor, recipe.parallel.experts)  # at the most, of the weights of layers
+    stages = recipe.parallel.pipeline  # a rank has at least an equal part of the layers
     if not recipe.fsdp.cpu_offload:
         each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of others
-        state = (each * counts.trained + plan.gathered_bytes(counts.of_frozen())) / max(plan.shard_size, parts)
+        state = (each * counts.trained + plan.gathered_bytes(counts.of_frozen())) / max(plan.shard_size, parts) / stages
     if not recipe.fsdp.strategy.reshards and not plan.has_whole_shards:
-        gathered = plan.gathered_bytes(counts) / parts
+        gathered = plan.gathered_bytes(counts) / (parts * stages)
     return state + gathered > memory
 
 
@@ -423,7 +465,7 @@ def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast) -> Option
         overrides, fsdp.strategy, plan.shard_size, plan.recipe.train.micro_batch_size, plan.accumulation,
         fsdp.activation_checkpointing, fsdp.cpu_offload, forecast.fits, forecast.tight, forecast.peak_bytes,
         forecast.reserved_bytes, forecast.needed_bytes, forecast.memory_bytes, forecast.host_bytes, forecast.step_s,
-        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, own=not overrides,
+        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, not overrides, forecast.waiting_share,
     )  # fmt: skip
 
 

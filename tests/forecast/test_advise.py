@@ -521,3 +521,46 @@ def test_without_a_known_card_or_a_forecast_the_overrides_are_left(start: Any, t
     assert lines[2] == "  fsdp.activation_checkpointing=full"
     lines = relief_lines(plan_of(tmp_path), H100_START, FakeForecaster(fails=("FULL_SHARD",)))
     assert lines[0].startswith("no forecast: the step could not be simulated") and len(lines) > 2
+
+
+# ------------------------------------------------------------------------------------------------------------ pipelines
+
+
+@dataclasses.dataclass
+class SlowLinks(FakeForecaster):
+    """Gathers between nodes take time, which a pipeline saves; messages take time, and ranks wait for one another."""
+
+    gathers: float = 100.0  # seconds of a step over all nodes
+
+    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+        found, groups = super().__call__(plan, hardware, **job), plan.recipe.parallel.pipeline
+        waiting = (groups - 1) / (plan.accumulation + groups - 1)
+        step = (found.compute_s + self.gathers / groups + groups**2) / (1 - waiting)
+        return dataclasses.replace(found, step_s=step, waiting_share=waiting, tokens_per_s=1000 / step)
+
+
+def test_whole_nodes_are_a_pipeline_where_links_are_slow(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4)
+    ask = SlowLinks()
+    found = advice(plan, ask)
+    assert found.best and found.best.overrides["parallel.pipeline"] == 4
+    staged = [asked for asked in ask.asked if asked.recipe.parallel.pipeline > 1]
+    assert {asked.recipe.parallel.pipeline for asked in staged} == {2, 4, 8}, "more groups until that is slower"
+    assert all(asked.accumulation >= asked.recipe.parallel.pipeline for asked in staged)
+    assert {asked.recipe.fsdp.strategy for asked in staged} == {"FULL_SHARD", "SHARD_GRAD_OP"}
+    best, *slower = render.advice_rows(found.options)
+    assert best[-1].endswith("a pipeline of 4")
+    assert any("waits for collectives" in row[-1] for row in slower) and any("stages wait" in row[-1] for row in slower)
+    words = ["train.global_batch_size=512", "model.config.num_hidden_layers=16", *override_words(found.best.overrides)]
+    pasted = draft_plan(load(write_recipe(tmp_path), words), plan.topology, elsewhere=True)
+    assert pasted == (varied(plan, found.best.overrides), [])
+
+
+def test_a_pipeline_is_left_where_links_are_fast(tmp_path: Path) -> None:
+    ask = SlowLinks(gathers=0.1)
+    found = advice(plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4), ask)
+    assert found.best and "parallel.pipeline" not in found.best.overrides
+    assert {asked.recipe.parallel.pipeline for asked in ask.asked} == {1, 2, 4}
+    own = plan_of(tmp_path, "train.global_batch_size=512", "parallel.pipeline=2", nodes=8, ranks=4)
+    found = advice(own, ask)
+    assert any(option.overrides.get("parallel.pipeline") == 1 for option in found.options)
