@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptrain.config.reader import load
 from fsdptrain.failures.watchdog import Watchdog
 from fsdptrain.model.attention import active_flash, installed_flash, restore_flash
+from fsdptrain.parallel import messages
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
@@ -319,6 +320,26 @@ def profiled(device: str, recipe: str, folder: str, steps: int, overrides: Seque
     return {"step_s": step_s, "profiled_s": profiled_s}
 
 
+def share_of_waits(device: str, recipe: str, steps: int, overrides: Sequence[str] = ()) -> float:
+    """Return the share of the passes of a step in which this rank of a pipeline on a CPU waits for messages."""
+    waited, passed, wait = [0.0], [0.0], messages.await_message
+
+    def timed(function: Callable[..., None], total: list[float]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            began = time.perf_counter()
+            function(*args)
+            total[0] += time.perf_counter() - began
+
+        return call
+
+    with fresh_trainer(recipe, *overrides) as run, patch.object(messages, "await_message", timed(wait, waited)):
+        run.engine.stages.train = timed(run.engine.stages.train, passed)  # type: ignore[method-assign]
+        timed_steps(run, 0, WARM_UP)
+        waited[0] = passed[0] = 0.0
+        timed_steps(run, WARM_UP, steps)
+    return waited[0] / passed[0]
+
+
 # ----------------------------------------------------------------------------------------------------------- many ranks
 
 
@@ -359,7 +380,7 @@ JOBS = {
     job.__name__: job
     for job in (
         versions, rates, attention_rates, kernels, curves, graphs, gradients, syncs, step, bandwidths, peer, smoke,
-        profiled,
+        profiled, share_of_waits,
     )
 }  # fmt: skip
 

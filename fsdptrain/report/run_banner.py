@@ -107,7 +107,7 @@ def _describe_ranks(plan: Plan) -> str:
 def _describe_topology(plan: Plan) -> str:
     topology = plan.topology
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
-    hybrid = 1 < plan.shard_size < topology.world_size
+    hybrid = 1 < plan.shard_size < plan.stage_ranks
     copies = f", {plan.replicas} copies of {plan.shard_size} shards" if hybrid else ""
     sharding = f"{plan.recipe.fsdp.strategy}{copies}{plan.division_text}"
     return f"{topology.world_size} × {topology.device}{nodes}{topology.origin}, {sharding}"
