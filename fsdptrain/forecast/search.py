@@ -154,7 +154,8 @@ def divided_experts(plan: Plan, experts: int) -> list[dict[str, Any]]:
 def pipelines(plan: Plan) -> list[dict[str, Any]]:
     """Return numbers of groups of whole nodes that may be a pipeline, the fewest first, or none if there is one now."""
     sizes = [2**i for i in range(1, plan.topology.nnodes.bit_length()) if plan.topology.nnodes % 2**i == 0]
-    sizes = [size for size in sizes if plan.recipe.train.global_batch_size % (plan.topology.world_size // size) == 0]
+    groups, batch = plan.groups_of_rows * plan.recipe.parallel.pipeline, plan.recipe.train.global_batch_size
+    sizes = [size for size in sizes if groups % size == batch % (groups // size) == 0]
     own = plan.recipe.parallel.pipeline
     changes = [{"parallel.pipeline": size} for size in [1, *sizes] if size != own]
     return [change for change in changes if _may_change(plan, change)]

@@ -37,7 +37,7 @@ from fsdptrain.config.paths import (
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.rules import profile_problem
 from fsdptrain.config.schema import Recipe, node_range
-from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
+from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, listed, shortened
 from fsdptrain.plan.gpus import TESTED
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import threads_for
@@ -198,6 +198,13 @@ class Plan:
     def place_in_pipeline(self, rank: int) -> int:
         """Return the number of the group of the pipeline in which a rank is, from 0."""
         return rank // self.stage_ranks
+
+    def stages_text(self, rank: int) -> str:
+        """Return the stages of a rank for messages: ` (stage 2 of 4)`; "" without a pipeline."""
+        parallel = self.recipe.parallel
+        own = range(self.place_in_pipeline(rank) + 1, parallel.stages + 1, parallel.pipeline)
+        word = "stage" if len(own) == 1 else "stages"
+        return f" ({word} {listed(map(str, own))} of {parallel.stages})" if parallel.pipeline > 1 else ""
 
     @property
     def ranks_text(self) -> str:

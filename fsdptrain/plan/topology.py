@@ -203,6 +203,7 @@ def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int, workers: in
     """
     wanted, train = workers or recipe.launch.nproc_per_node, recipe.train
     if wanted == "auto":
-        busy = train.global_batch_size * recipe.parallel.ranks_of_row // (train.micro_batch_size * nnodes)
+        of_rows = recipe.parallel.ranks_of_row * recipe.parallel.pipeline
+        busy = train.global_batch_size * of_rows // (train.micro_batch_size * nnodes)
         wanted = min(gpus_per_node or 2, max(1, busy))
     return Topology("cuda" if gpus_per_node else "cpu", nnodes, wanted)

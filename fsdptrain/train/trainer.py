@@ -350,7 +350,9 @@ class Trainer:
             others = [other for other in range(first, first + self.plan.ranks_of_row) if other != rank]
             shared = f", which shares its rows with {ranks_text(others)}" if others else ""
             micro_batch = self.plan.micro_batches(inputs.step, rank)[number]
-            samples.setdefault(f"{what} on rank {rank}{shared}", []).extend(self.stream.at(micro_batch))
+            samples.setdefault(f"{what} on rank {rank}{self.plan.stages_text(rank)}{shared}", []).extend(
+                self.stream.at(micro_batch)
+            )
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
         return "; ".join([*find_weights(self.engine), *causes]) or (
             "not reproducible when the step was repeated: suspect the hardware"

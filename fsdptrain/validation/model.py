@@ -20,6 +20,7 @@ from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
 from fsdptrain.model.parts import Part
+from fsdptrain.model.pipeline import layers_of_stages
 from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, expert_count, tied, weights_of
 from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
@@ -108,7 +109,7 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
         "adapter_parameters": count.adapters,
         "quantised_parameters": count.quantised,
         "saved_bytes": _saved_by_freezing(plan, weights),
-        "shard_bytes": sum(row["shard_bytes"] for row in rows),
+        "shard_bytes": _largest_shards(plan, model, rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
         "units": _grouped(rows),
         "tied": {"tied": tied(model), "weights": shared, "unit": embedding_unit if tied(model) else None},
@@ -181,6 +182,20 @@ def _describe_unit(
         ),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
+
+
+def _largest_shards(plan: Plan, model: PreTrainedModel, rows: list[dict[str, Any]]) -> int:
+    """Return the bytes of all shards of a rank: of a pipeline, of the one with the most. Rows are in forward order."""
+    parallel, sizes = plan.recipe.parallel, [row["shard_bytes"] for row in rows]
+    if parallel.pipeline == 1:
+        return sum(sizes)
+    layers = {name for name, _ in decoder_layers(model)}
+    of_layers = [number for number, row in enumerate(rows) if row["unit"] in layers]
+    first, last = sum(sizes[: of_layers[0]]), sum(sizes[of_layers[-1] + 1 :])
+    stages = [sum(sizes[of_layers[number]] for number in each) for each in layers_of_stages(model, parallel)]
+    stages[0] += first + last * tied(model)  # both ends have a weight that is tied
+    stages[-1] += last + first * tied(model)
+    return max(sum(stages[place :: parallel.pipeline]) for place in range(parallel.pipeline))
 
 
 def _grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from support import TINY, on_ranks, planned, write_pretrained, write_recipe
 from train.test_context import LIMIT, UNSCALED, assert_layouts_agree, assert_options_agree
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3MoeConfig
 
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Parallel
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.pipeline import balanced, check_stages
@@ -27,6 +28,7 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.messages import await_message
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.pipeline import passes, step_seconds
+from fsdptrain.plan.topology import topology_of_job
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.preflight import prepare_model
@@ -198,6 +200,17 @@ def test_a_report_on_a_nan_names_rank_and_layer(recipe: Path, tmp_path: Path) ->
         assert forward == [1, 1, f"the loss is nan, first in the output of {layer}"]
         assert backward[:2] == [1, 1] and re.match(rf"the gradient of {layer}\.", backward[2])
         assert found["again"] == []
+
+
+def test_a_report_on_a_nan_names_the_stages_of_the_rank(tmp_path: Path) -> None:
+    words: dict[str, list[str]] = {" (stage 2 of 2)": [TWO], " (stages 2, 4 of 4)": [TWO, INTERLEAVED], "": []}
+    for text, overrides in words.items():
+        assert planned(write_recipe(tmp_path), *overrides, ranks=4).stages_text(3) == text
+
+
+def test_as_many_ranks_start_as_a_batch_has_work_for(tmp_path: Path) -> None:
+    recipe = load(write_recipe(tmp_path), [TWO, "train.global_batch_size=2", ONE]).recipe
+    assert topology_of_job(recipe, 1, 8).nproc_per_node == 4
 
 
 def test_a_report_on_a_hang_names_what_is_waited_for() -> None:
