@@ -18,11 +18,11 @@ from fsdptrain.config.optimizers import HALF
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import trace as ledger
+from fsdptrain.forecast.depth import simulate_by_depth
 from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
 from fsdptrain.forecast.pipeline import simulated_places, time_stages
-from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
@@ -76,7 +76,10 @@ def estimate(
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
     device, places = PRETEND if pretend else HOST, simulated_places(model, parallel)
-    traces = {place: simulate(plan, config, pretend, hardware, masked, place) for place in dict.fromkeys(places)}
+    traces = {
+        place: simulate_by_depth(plan, config, model, pretend, hardware, masked, place)
+        for place in dict.fromkeys(places)
+    }
     memories = {place: memory_of(each, device, hardware) for place, each in traces.items()}
     fullest = max(memories, key=lambda place: memories[place]["reserved_bytes"] + memories[place]["overhead_bytes"])
     trace = traces[fullest]

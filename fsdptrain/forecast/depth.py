@@ -1,0 +1,250 @@
+"""The trace of a deep model from those of two shallow ones: equal layers need not all be simulated.
+
+A trace of d layers becomes that of d + 1 by insertions: one more layer in each forward and backward, a few more events
+where all gradients are visited. Written as numbers (which storage, which event, how many bytes), an inserted block
+differs from the one before it by constants, and all other events differ between the two depths by constants. So both
+traces determine that of every depth, event for event. What is not so regular is simulated in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedConfig
+
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.errors import RecipeError
+from fsdptrain.forecast.simulation import simulate
+from fsdptrain.forecast.timing import COMPUTE_STREAM
+from fsdptrain.forecast.trace import (
+    HOST_STREAM,
+    Alloc,
+    Collective,
+    Event,
+    Free,
+    Kernel,
+    Moment,
+    RecordEvent,
+    Storage,
+    Synchronize,
+    Trace,
+    WaitEvent,
+)
+from fsdptrain.model.units import decoder_layers
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.plan import Plan
+
+LEAST = 5  # periods of layers in the shallower model: the first and the last ones differ from those between them
+START = Moment("start of the step")  # stands between what is allocated before a step and its events
+
+WIDTH = 4  # the most numbers of an event
+
+Numbers = npt.NDArray[np.int64]
+
+
+def simulate_by_depth(
+    plan: Plan, config: PreTrainedConfig, bare: Any, pretend: bool, card: Hardware, masked: bool, place: int
+) -> Trace:
+    """Return what `simulate` returns, from two shallower models if that is possible; `bare` is the model's skeleton."""
+    layers, period = len(decoder_layers(bare)), period_of_layers(plan, bare)
+    shallow = LEAST * period + layers % period
+    # A pipeline has other layers in each stage, and Muon divides the matrices of all layers among ranks.
+    regular = plan.recipe.parallel.pipeline == 1 and plan.recipe.optim.name != OptimizerKind.muon
+    if regular and layers > 2 * shallow + period and layers == config.get_text_config().num_hidden_layers:
+        with contextlib.suppress(RecipeError):  # of patterns that only deeper layers match
+            first, second = (
+                simulate(plan, with_layers(config, depth), pretend, card, masked, place)
+                for depth in (shallow, shallow + period)
+            )
+            if found := extended(first, second, (layers - shallow) // period):
+                return found
+    return simulate(plan, config, pretend, card, masked, place)
+
+
+def period_of_layers(plan: Plan, bare: Any) -> int:
+    """Return after how many layers of a skeleton an equal one follows, for all of them, recomputation included."""
+    kinds = [_description(layer) for _, layer in decoder_layers(bare)]
+    of_kinds = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+    return math.lcm(of_kinds, plan.recipe.fsdp.recomputation.every)
+
+
+def _description(layer: Any) -> list[Any]:
+    """Return what tells a decoder layer from others: classes, shapes and settings of its modules, not its number."""
+    plain = (bool, int, float, str, type(None), tuple)
+    return [
+        (
+            name,
+            type(module),
+            [(key, param.shape, param.requires_grad) for key, param in module.named_parameters(recurse=False)],
+            {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "layer_idx"},
+        )
+        for name, module in layer.named_modules()
+    ]
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the configuration of a model with the first layers only."""
+    shallow = copy.deepcopy(config)
+    text = shallow.get_text_config()
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # one for each layer
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+    return shallow
+
+
+class Written(NamedTuple):
+    """The events of a trace, what is allocated before included, as words and numbers.
+
+    `numbers` [events, WIDTH] are sizes, and which storage, stream or event of the device it is, in the order of their
+    first occurrence. `kinds` are the words; `exact` are words and sizes.
+    """
+
+    kinds: list[tuple[Any, ...]]
+    exact: list[Any]
+    numbers: Numbers
+
+
+def extended(first: Trace, second: Trace, times: int) -> Trace | None:
+    """Return `first` with what `second` has in addition inserted `times` times; None if they are not that regular."""
+    few, many = written(first), written(second)
+    kinds: list[tuple[Any, ...]] = []
+    numbers: list[Numbers] = []
+
+    def grown(at: slice, to: slice) -> Numbers:
+        """Return the numbers of events that both traces have, at the depth that is wanted."""
+        return few.numbers[at] + times * (many.numbers[to] - few.numbers[at])
+
+    i = j = 0  # what comes next in the one and in the other
+    while (i, j) != (len(few.kinds), len(many.kinds)):
+        block = _next_block(few, many, i, j)
+        if block is None:
+            return None
+        at, to, length = block
+        kinds += few.kinds[i:at] + many.kinds[to : to + length] * times
+        numbers.append(grown(slice(i, at), slice(j, to)))
+        last, step = grown(slice(at - length, at), slice(to - length, to)), _step(many.numbers, to + length, length)
+        numbers += [last + n * step for n in range(1, times + 1)]
+        i, j = at, to + length
+    return _read(kinds, np.concatenate(numbers))
+
+
+def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, int] | None:
+    """Return where `many` has the next block in addition: (place in `few`, place in `many`, length); None if unclear.
+
+    A block repeats the two before it, from which it differs by constants. Events before it agree with those from `i`
+    and `j` on. It is empty at the end, and behind an event whose size depends on the depth.
+    """
+
+    def agreeing(i: int, j: int) -> int:
+        pairs = zip(itertools.islice(few.exact, i, None), itertools.islice(many.exact, j, None), strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(few.exact) - i, len(many.exact) - j))
+
+    same = agreeing(i, j)
+    i, j, ends = i + same, j + same, (len(few.exact), len(many.exact))
+    if (i, j) == ends:
+        return i, j, 0
+    # Of several that are possible, it is the one behind which most events agree.
+    more = ends[1] - j - (ends[0] - i)
+    reach = {n: agreeing(i, j + n) for n in range(1, min(more, i, j // 2) + 1) if _repeats(many.exact, j, n)}
+    if i < ends[0] and j < ends[1] and few.kinds[i] == many.kinds[j]:
+        reach[0] = 1 + agreeing(i + 1, j + 1)
+    for n in sorted(reach, key=lambda n: ((i + reach[n], j + n + reach[n]) != ends, -reach[n])):
+        if n == 0:
+            return i + 1, j + 1, 0
+        at, to = i, j
+        # What follows may begin like the block: then the block is a little before the place where they differ.
+        while at >= 2 * n and to >= 3 * n and few.exact[at:i] == many.exact[to + n : j + n]:
+            steps = [_step(many.numbers, end, n) for end in (to + n, to)]
+            changes = [many.numbers[to - k * n :][:n] - few.numbers[at - k * n :][:n] for k in (1, 2)]
+            if (
+                _repeats(many.exact, to, n)
+                and _repeats(many.exact, to - n, n)
+                and all((a == b).all() for a, b in (steps, changes))
+            ):
+                return at, to, n
+            at, to = at - 1, to - 1
+    return None
+
+
+def _repeats(exact: list[Any], to: int, length: int) -> bool:
+    return exact[to : to + length] == exact[to - length : to]
+
+
+def _step(numbers: Numbers, end: int, length: int) -> Numbers:
+    """Return by what the block before `end` differs from the one of the same length before it."""
+    step: Numbers = numbers[end - length : end] - numbers[end - 2 * length : end - length]
+    return step
+
+
+def written(trace: Trace) -> Written:
+    """Return the events of a trace as words and numbers."""
+    storages: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    marks: dict[int, int] = {}
+    streams = {COMPUTE_STREAM: COMPUTE_STREAM, HOST_STREAM: HOST_STREAM}
+
+    def number(known: dict[int, int], key: int) -> int:
+        return known.setdefault(key, len(known))
+
+    def parts(event: Event) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the words, the sizes and the other numbers of an event."""
+        match event:
+            case Alloc(storage, size, stream):
+                sizes[id(storage)] = size
+                place = number(storages, id(storage))
+                return (Alloc, storage.device, storage.category), (size,), (place, number(streams, stream))
+            case Free(storage):
+                return (Free,), (sizes[id(storage)],), (number(storages, id(storage)),)
+            case Kernel(name, flops, moved, link, stream):
+                return (Kernel, name), (flops, moved, link), (number(streams, stream),)
+            case Collective(kind, ranks, size, stream, apart):
+                return (Collective, kind, ranks, apart), (size,), (number(streams, stream),)
+            case RecordEvent(mark, stream) | WaitEvent(mark, stream):
+                return (type(event),), (), (number(marks, mark), number(streams, stream))
+            case Synchronize(mark):
+                return (Synchronize, mark is None), (), () if mark is None else (number(marks, mark),)
+            case Moment(name):
+                return (Moment, re.sub(r"\d+", "{}", name)), (), tuple(map(int, re.findall(r"\d+", name)))
+
+    found = [parts(event) for event in (*trace.before, START, *trace.events)]
+    rows = [(*own, *others, *[0] * (WIDTH - len(own) - len(others))) for _, own, others in found]
+    exact = [(kind, own) for kind, own, _ in found]
+    return Written([kind for kind, _, _ in found], exact, np.array(rows, dtype=np.int64))
+
+
+def _read(kinds: list[tuple[Any, ...]], numbers: Numbers) -> Trace | None:
+    """Return the trace that is written so; None if it frees what is not allocated in this size."""
+    storages: dict[int, Storage] = {}
+    sizes: dict[int, int] = {}  # of what is allocated
+    events: list[Event] = []
+    for (made, *words), row in zip(kinds, numbers.tolist(), strict=True):
+        if made is Alloc:
+            size, place, stream = row[:3]
+            if place in sizes:
+                return None
+            sizes[place] = size
+            events.append(Alloc(storages.setdefault(place, Storage(words[0], words[1])), size, stream))
+        elif made is Free:
+            if sizes.pop(row[1], None) != row[0]:
+                return None
+            events.append(Free(storages[row[1]]))
+        elif made is Kernel:
+            events.append(Kernel(words[0], *row))
+        elif made is Collective:
+            events.append(Collective(words[0], words[1], row[0], row[1], words[2]))
+        elif made is Synchronize:
+            events.append(Synchronize(None if words[0] else row[0]))
+        elif made is Moment:
+            events.append(Moment(words[0].format(*row)))
+        else:
+            events.append(RecordEvent(row[0], row[1]) if made is RecordEvent else WaitEvent(row[0], row[1]))
+    start = events.index(START)
+    return Trace([event for event in events[:start] if isinstance(event, Alloc)], events[start + 1 :])
