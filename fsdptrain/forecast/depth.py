@@ -37,9 +37,10 @@ from fsdptrain.forecast.trace import (
     Trace,
     WaitEvent,
 )
+from fsdptrain.model.pipeline import layers_of_stages
 from fsdptrain.model.units import decoder_layers
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.plan import Plan, varied
 
 LEAST = 5  # periods of layers in the shallower model: the first and the last ones differ from those between them
 START = Moment("start of the step")  # stands between what is allocated before a step and its events
@@ -52,18 +53,28 @@ Numbers = npt.NDArray[np.int64]
 def simulate_by_depth(
     plan: Plan, config: PreTrainedConfig, bare: Any, pretend: bool, card: Hardware, masked: bool, place: int
 ) -> Trace:
-    """Return what `simulate` returns, from two shallower models if that is possible; `bare` is the model's skeleton."""
-    layers, period = len(decoder_layers(bare)), period_of_layers(plan, bare)
+    """Return what `simulate` returns, from two shallower models if that is possible; `bare` is the model's skeleton.
+
+    Of a pipeline the stage at `place` is shallower, the others remain, so that layers have their numbers.
+    """
+    parallel, period = plan.recipe.parallel, period_of_layers(plan, bare)
+    counts = [len(decoder_layers(bare))]
+    if parallel.pipeline > 1:
+        counts = [len(each) for each in layers_of_stages(bare, parallel)]
+    layers = counts[place]
     shallow = LEAST * period + layers % period
-    # A pipeline has other layers in each stage, and Muon divides the matrices of all layers among ranks.
-    regular = plan.recipe.parallel.pipeline == 1 and plan.recipe.optim.name != OptimizerKind.muon
-    if regular and layers > 2 * shallow + period and layers == config.get_text_config().num_hidden_layers:
+    # A stage may begin anywhere in a period, and Muon divides the matrices of all layers among ranks.
+    regular = len(counts) == parallel.pipeline and plan.recipe.optim.name != OptimizerKind.muon
+    regular = regular and (period == 1 or parallel.pipeline == 1)
+    if regular and layers > 2 * shallow + period and sum(counts) == config.get_text_config().num_hidden_layers:
+
+        def of_depth(depth: int) -> Trace:
+            fewer = [*counts[:place], depth, *counts[place + 1 :]]
+            change = {"parallel.stage_layers": fewer} if parallel.pipeline > 1 else {}
+            return simulate(varied(plan, change), with_layers(config, sum(fewer)), pretend, card, masked, place)
+
         with contextlib.suppress(RecipeError):  # of patterns that only deeper layers match
-            first, second = (
-                simulate(plan, with_layers(config, depth), pretend, card, masked, place)
-                for depth in (shallow, shallow + period)
-            )
-            if found := extended(first, second, (layers - shallow) // period):
+            if found := extended(of_depth(shallow), of_depth(shallow + period), (layers - shallow) // period):
                 return found
     return simulate(plan, config, pretend, card, masked, place)
 

@@ -39,6 +39,7 @@ HELD = 2  # of the fastest plans that could hold shards of gradients: so many ar
 DIVIDED = ("parallel.tensor", "parallel.experts", "parallel.pipeline")  # the model may refuse these
 TYPICAL = Weight((4096, 4096))
 LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
+FORWARD_BACKWARD = 3 / 4  # of what is computed where layers are recomputed, which in a pipeline may not be needed
 SHOWN = 3  # overrides, where memory ran out
 LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
 NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
@@ -255,7 +256,7 @@ def search(
             if not offload:
                 found += _with_experts_divided(found, trials, counts, experts)
                 found += _with_layers_divided(found, trials, counts, experts, threads)
-                found += _with_pipeline(found, trials, counts)
+                found += _with_pipeline(found, trials, counts, threads)
             if not any(option.fits for option in found):
                 smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
@@ -358,11 +359,12 @@ def _with_layers_divided(
     return [option for options in found for option in options]
 
 
-def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> list[Option]:
+def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor) -> list[Option]:
     """Return plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
 
     Of the strategies that shard one copy, one gathers weights in each micro-batch, the other once a step. More groups
-    are tried as long as that is faster, or nothing fits.
+    are tried as long as that is faster, or nothing fits; none with which even its computation would take longer than
+    the fastest plan.
     """
     plan, found = trials.plan, list[Option]()
     best = next((option for option in ranked(options) if option.fits and not option.cpu_offload), None)
@@ -370,18 +372,29 @@ def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> li
     fastest_s = math.inf
     for change in pipelines(varied(plan, divided)):
         staged = varied(plan, divided | change)
+        if best and _least_seconds(staged, best) > best.step_s:
+            continue
         choices = [
             Choice(choice.strategy, choice.ranks, False, divided | change, change["parallel.pipeline"])
             for choice in (sizes[0] for sizes in strategies_to_try(staged, False))
             if not choice.strategy.replicates and not choice.strategy.in_groups
         ]
-        new = [option for choice in choices for option in _options_of([choice], trials, counts)]
+        tried = threads.map(lambda choice: _options_of([choice], trials, counts), choices)
+        new = [option for options in tried for option in options]
         found += new
         step_s = min((option.step_s for option in new if option.fits), default=math.inf)
         if fastest_s < step_s:
             break
         fastest_s = step_s
     return found
+
+
+def _least_seconds(staged: Plan, best: Option) -> float:
+    """Return what a step in a pipeline takes at least: what the best plan computes, and the wait for other stages."""
+    groups, micro_batches = staged.recipe.parallel.pipeline, staged.recipe.train.global_batch_size
+    micro_batches //= staged.groups_of_rows  # of one sequence: the most
+    compute_s = best.compute_s * (1 if best.activation_checkpointing == "none" else FORWARD_BACKWARD)
+    return compute_s * (micro_batches + groups - 1) / micro_batches
 
 
 def _fastest_choice(options: list[Option], plan: Plan) -> Choice:

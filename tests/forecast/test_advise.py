@@ -531,11 +531,12 @@ class SlowLinks(FakeForecaster):
     """Gathers between nodes take time, which a pipeline saves; messages take time, and ranks wait for one another."""
 
     gathers: float = 100.0  # seconds of a step over all nodes
+    messages: float = 1.0
 
     def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
         found, groups = super().__call__(plan, hardware, **job), plan.recipe.parallel.pipeline
         waiting = (groups - 1) / (plan.accumulation + groups - 1)
-        step = (found.compute_s + self.gathers / groups + groups**2) / (1 - waiting)
+        step = (found.compute_s + self.gathers / groups + self.messages * groups**2) / (1 - waiting)
         return dataclasses.replace(found, step_s=step, waiting_share=waiting, tokens_per_s=1000 / step)
 
 
@@ -557,9 +558,12 @@ def test_whole_nodes_are_a_pipeline_where_links_are_slow(tmp_path: Path) -> None
 
 
 def test_a_pipeline_is_left_where_links_are_fast(tmp_path: Path) -> None:
-    ask = SlowLinks(gathers=0.1)
+    ask = SlowLinks(gathers=0.01, messages=0.0)
     found = advice(plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4), ask)
     assert found.best and "parallel.pipeline" not in found.best.overrides
+    assert {asked.recipe.parallel.pipeline for asked in ask.asked} == {1}, "what it computes and waits is longer"
+    ask = SlowLinks(gathers=5.0)
+    advice(plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4), ask)
     assert {asked.recipe.parallel.pipeline for asked in ask.asked} == {1, 2, 4}
     own = plan_of(tmp_path, "train.global_batch_size=512", "parallel.pipeline=2", nodes=8, ranks=4)
     found = advice(own, ask)

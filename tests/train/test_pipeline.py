@@ -209,7 +209,7 @@ def test_a_report_on_a_nan_names_the_stages_of_the_rank(tmp_path: Path) -> None:
 
 
 def test_as_many_ranks_start_as_a_batch_has_work_for(tmp_path: Path) -> None:
-    recipe = load(write_recipe(tmp_path), [TWO, "train.global_batch_size=2", ONE]).recipe
+    recipe = load(write_recipe(tmp_path), [TWO, "train.global_batch_size=2", ONE, "launch.nproc_per_node=auto"]).recipe
     assert topology_of_job(recipe, 1, 8).nproc_per_node == 4
 
 
