@@ -158,7 +158,7 @@ def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, 
         pairs = zip(itertools.islice(few.exact, i, None), itertools.islice(many.exact, j, None), strict=False)
         return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(few.exact) - i, len(many.exact) - j))
 
-    same = agreeing(i, j)
+    start, same = i, agreeing(i, j)
     i, j, ends = i + same, j + same, (len(few.exact), len(many.exact))
     if (i, j) == ends:
         return i, j, 0
@@ -172,7 +172,7 @@ def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, 
             return i + 1, j + 1, 0
         at, to = i, j
         # What follows may begin like the block: then the block is a little before the place where they differ.
-        while at >= 2 * n and to >= 3 * n and few.exact[at:i] == many.exact[to + n : j + n]:
+        while at >= max(start, 2 * n) and to >= 3 * n and few.exact[at:i] == many.exact[to + n : j + n]:
             steps = [_step(many.numbers, end, n) for end in (to + n, to)]
             changes = [many.numbers[to - k * n :][:n] - few.numbers[at - k * n :][:n] for k in (1, 2)]
             if (
