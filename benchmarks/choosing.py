@@ -32,12 +32,11 @@ H100 = "h100-80gb"
 SLOW = "memory=84.9e9,flops=989e12,intra_bw=330e9,inter_bw=1.5e9"  # the same card, 100 Gbit/s for the 8 of a node
 JOBS = [  # model, nodes, GPUs of a node, hardware, rows of 4,096 tokens in a step
     ("Llama 3.2 1B", 1, 1, H100, 64), ("Llama 3.2 1B", 1, 8, H100, 128),
-    ("Llama 3.1 8B", 1, 1, H100, 64), ("Llama 3.1 8B", 1, 8, H100, 128), ("Llama 3.1 8B", 8, 8, H100, 256),
+    ("Llama 3.1 8B", 1, 1, H100, 64), ("Llama 3.1 8B", 1, 8, H100, 128),
     ("Qwen3 32B", 1, 8, H100, 128), ("Qwen3 32B", 8, 8, H100, 256),
     ("Llama 3.3 70B", 1, 8, H100, 64), ("Llama 3.3 70B", 8, 8, H100, 256), ("Llama 3.3 70B", 8, 8, SLOW, 256),
-    ("Llama 3.3 70B", 32, 8, H100, 1024),
-    ("Llama 3.1 405B", 16, 8, H100, 256), ("Llama 3.1 405B", 64, 8, H100, 1024), ("Llama 3.1 405B", 64, 8, SLOW, 1024),
-    ("Llama 3.1 405B", 128, 8, H100, 2048),
+    ("Llama 3.1 405B", 16, 8, H100, 256), ("Llama 3.1 405B", 128, 8, H100, 2048),
+    ("Llama 3.1 405B", 128, 8, SLOW, 2048),
 ]  # fmt: skip
 RECIPE = """
 name: {name}
