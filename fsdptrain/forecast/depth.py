@@ -151,23 +151,25 @@ def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, 
     """Return where `many` has the next block in addition: (place in `few`, place in `many`, length); None if unclear.
 
     A block repeats the two before it, from which it differs by constants. Events before it agree with those from `i`
-    and `j` on. It is empty at the end, and behind an event whose size depends on the depth.
+    and `j` on. Of several that are possible, it is the one behind which most events agree. It is empty at the end, and
+    behind an event whose size depends on the depth.
     """
 
-    def agreeing(i: int, j: int) -> int:
-        pairs = zip(itertools.islice(few.exact, i, None), itertools.islice(many.exact, j, None), strict=False)
-        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(few.exact) - i, len(many.exact) - j))
-
-    start, same = i, agreeing(i, j)
+    start, same = i, _agreeing(few.exact, many.exact, i, j)
     i, j, ends = i + same, j + same, (len(few.exact), len(many.exact))
     if (i, j) == ends:
         return i, j, 0
-    # Of several that are possible, it is the one behind which most events agree.
     more = ends[1] - j - (ends[0] - i)
-    reach = {n: agreeing(i, j + n) for n in range(1, min(more, i, j // 2) + 1) if _repeats(many.exact, j, n)}
+    lengths = [n for n in range(1, min(more, i, j // 2) + 1) if _repeats(many.exact, j, n)]
     if i < ends[0] and j < ends[1] and few.kinds[i] == many.kinds[j]:
-        reach[0] = 1 + agreeing(i + 1, j + 1)
-    for n in sorted(reach, key=lambda n: ((i + reach[n], j + n + reach[n]) != ends, -reach[n])):
+        lengths.insert(0, 0)
+
+    def behind(n: int) -> tuple[bool, int, int]:
+        """Return how well what is behind a block agrees: to the end or not, and how many events."""
+        same = _agreeing(few.kinds, many.kinds, i, j + n)
+        return (i + same, j + n + same) == ends, same, _agreeing(few.exact, many.exact, i, j + n)
+
+    for n in sorted(lengths, key=behind, reverse=True):
         if n == 0:
             return i + 1, j + 1, 0
         at, to = i, j
@@ -183,6 +185,12 @@ def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, 
                 return at, to, n
             at, to = at - 1, to - 1
     return None
+
+
+def _agreeing(few: list[Any], many: list[Any], i: int, j: int) -> int:
+    """Return how many values of two lists are equal from these places on."""
+    pairs = zip(itertools.islice(few, i, None), itertools.islice(many, j, None), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(few) - i, len(many) - j))
 
 
 def _repeats(exact: list[Any], to: int, length: int) -> bool:
