@@ -20,7 +20,13 @@ from common import ROOT
 
 DOCUMENT, HEADING = ROOT / "docs" / "choosing.md", "## The table"
 GIB = 2**30
-LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
 SHAPES = {  # layers, hidden size, intermediate size, heads, more
     "Llama 3.2 1B": (16, 2048, 8192, 32, {"head_dim": 64, "tie_word_embeddings": True}),
     "Llama 3.1 8B": (32, 4096, 14336, 32, {}),
