@@ -211,6 +211,12 @@ class Option:
     own: bool
     waiting_share: float = 0.0
 
+    @property
+    def recomputed(self) -> str:
+        """The kind of recomputation."""
+        how = self.activation_checkpointing
+        return how if isinstance(how, str) else str(how.get("kind", "full"))
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -256,7 +262,7 @@ def search(
             if not offload:
                 found += _with_experts_divided(found, trials, counts, experts)
                 found += _with_layers_divided(found, trials, counts, experts, threads)
-                found += _with_pipeline(found, trials, counts, threads)
+                found += _with_pipeline(found, trials, counts)
             if not any(option.fits for option in found):
                 smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
@@ -359,33 +365,35 @@ def _with_layers_divided(
     return [option for options in found for option in options]
 
 
-def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor) -> list[Option]:
+def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> list[Option]:
     """Return plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
 
-    Of the strategies that shard one copy, one gathers weights in each micro-batch, the other once a step. More groups
-    are tried as long as that is faster, or nothing fits; none with which even its computation would take longer than
-    the fastest plan.
+    More groups are tried as long as that is faster, or nothing fits; none with which even its computation would take
+    longer than the fastest plan. Such a forecast simulates several stages: other micro-batches, and weights that are
+    gathered once a step, are tried with the fastest number of groups only, if that is faster than without a pipeline.
     """
     plan, found = trials.plan, list[Option]()
     best = next((option for option in ranked(options) if option.fits and not option.cpu_offload), None)
     divided = {key: ranks for key, ranks in (best.overrides if best else {}).items() if key.startswith("parallel.")}
-    fastest_s = math.inf
+    kinds = RECOMPUTATION[RECOMPUTATION.index(best.recomputed) :] if best else RECOMPUTATION[-1:]
     for change in pipelines(varied(plan, divided)):
         staged = varied(plan, divided | change)
         if best and _least_seconds(staged, best) > best.step_s:
             continue
-        choices = [
-            Choice(choice.strategy, choice.ranks, False, divided | change, change["parallel.pipeline"])
-            for choice in (sizes[0] for sizes in strategies_to_try(staged, False))
-            if not choice.strategy.replicates and not choice.strategy.in_groups
-        ]
-        tried = threads.map(lambda choice: _options_of([choice], trials, counts), choices)
-        new = [option for options in tried for option in options]
-        found += new
-        step_s = min((option.step_s for option in new if option.fits), default=math.inf)
-        if fastest_s < step_s:
+        most = strategies_to_try(staged, False)[0][0]
+        choice = dataclasses.replace(most, divided=divided | change, pipeline=change["parallel.pipeline"])
+        tried = (trials.option(overrides_of(plan, choice, kind, 1)) for kind in kinds)
+        option = next((each for each in tried if each and each.fits), None)
+        if option is None or (found and found[-1].step_s < option.step_s):
             break
-        fastest_s = step_s
+        found.append(option)
+        fastest = choice, staged
+    if found and (best is None or found[-1].step_s < best.step_s):
+        choice, staged = fastest
+        for sizes in strategies_to_try(staged, False):
+            if not (sizes[0].strategy.replicates or sizes[0].strategy.in_groups):
+                new = _options_of([dataclasses.replace(choice, strategy=sizes[0].strategy)], trials, counts)
+                found += [option for option in new if option not in found]
     return found
 
 
@@ -432,6 +440,7 @@ class _Trials:
         self.plan, self._hardware, self._job, self._progress = plan, hardware, job, progress
         self.own = _option(plan, {}, own)
         self.tried: list[str] = []
+        self._made: dict[str, Option] = {}
         self.failed: list[str] = []
         self._refused: dict[tuple[str, int], str] = {}
         self._divided: set[str] = set()  # keys of DIVIDED with which plans were forecast
@@ -446,6 +455,8 @@ class _Trials:
         """
         if not overrides:
             return self.own
+        if known := self._made.get(command_text(overrides)):
+            return known
         divided = [(key, overrides[key]) for key in DIVIDED if overrides.get(key, 1) > 1]
         if any(each in self._refused for each in divided):
             return None
@@ -455,6 +466,7 @@ class _Trials:
         request = self._free.get()  # waits for one if all are busy
         try:
             option = _option(plan, overrides, request(plan, self._hardware, **self._job))
+            self._made[command_text(overrides)] = option
             self._divided.update(key for key, _ in divided)
             return option
         except FsdptrainError as error:
