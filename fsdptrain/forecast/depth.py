@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.timing import COMPUTE_STREAM
@@ -63,8 +62,8 @@ def simulate_by_depth(
         counts = [len(each) for each in layers_of_stages(bare, parallel)]
     layers = counts[place]
     shallow = LEAST * period + layers % period
-    # A stage may begin anywhere in a period, and Muon divides the matrices of all layers among ranks.
-    regular = len(counts) == parallel.pipeline and plan.recipe.optim.name != OptimizerKind.muon
+    # A stage may begin anywhere in a period, and an optimizer that communicates may divide all matrices among ranks.
+    regular = len(counts) == parallel.pipeline and not plan.recipe.optim.name.traits.needs_ranks
     regular = regular and (period == 1 or parallel.pipeline == 1)
     if regular and layers > 2 * shallow + period and sum(counts) == config.get_text_config().num_hidden_layers:
 
