@@ -335,6 +335,10 @@ def test_every_architecture_that_is_accepted_gives_the_same(recipe: Path, tmp_pa
     for kind in KINDS_OF_ALL:
         try:
             config = small_config(kind)
+            for name in [
+                name for name, value in vars(config).items() if "dropout" in name and isinstance(value, float)
+            ]:
+                setattr(config, name, 0.0)  # each rank draws its own
             bare = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
             check_stages(bare, plan.recipe.parallel)
             config.save_pretrained(tmp_path / kind)
