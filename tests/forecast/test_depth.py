@@ -10,6 +10,7 @@ from simulated import SMALL, config_of, plan_of
 
 from fsdptrain.forecast import depth
 from fsdptrain.forecast.simulation import simulate
+from fsdptrain.forecast.trace import Collective
 from fsdptrain.model.adapters import freeze
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import CPU
@@ -85,3 +86,28 @@ def test_traces_that_do_not_grow_by_blocks_are_not_extended(tmp_path: Path) -> N
         traces.append(simulate(plan, config_of(plan), False, CPU, False))
     traces[1].events = traces[1].events[: len(traces[1].events) // 2]
     assert depth.extended(traces[0], traces[1], 3) is None
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_stage_of_a_pipeline_is_simulated_shallower(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {"parallel.pipeline": 2, "parallel.stage_layers": [13, 14]}
+    deep = plan_of(tmp_path, model__config=SMALL | {"num_hidden_layers": 27}, train__global_batch_size=32)
+    plan, depths = varied(deep, words), []
+
+    def counted(plan: Plan, config: Any, *args: Any) -> Any:
+        depths.append(plan.recipe.parallel.stage_layers)
+        return simulate(plan, config, *args)
+
+    monkeypatch.setattr(depth, "simulate", counted)
+    made = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), False, CPU, False, place)
+    assert depths == [[5, 14], [6, 14]] if place == 0 else [[13, 5], [13, 6]]
+    found, whole = (depth.written(each) for each in (made, simulate(plan, config_of(plan), False, CPU, False, place)))
+    assert found.kinds == whole.kinds
+    assert (found.numbers == whole.numbers).all()
+    messages = [event for event in made.events if isinstance(event, Collective) and event.kind == "message"]
+    states = 2 * 256 * SMALL["hidden_size"] * 4  # of a micro-batch, in float32
+    assert {event.size for event in messages} == {states} and {event.ranks for event in messages} == (
+        {(0, 2)} if place == 0 else {(2, 0)}
+    )
