@@ -153,8 +153,11 @@ def divided_experts(plan: Plan, experts: int) -> list[dict[str, Any]]:
 
 
 def pipelines(plan: Plan) -> list[dict[str, Any]]:
-    """Return numbers of groups of whole nodes that may be a pipeline, the fewest first, or none if there is one now."""
-    sizes = [2**i for i in range(1, plan.topology.nnodes.bit_length()) if plan.topology.nnodes % 2**i == 0]
+    """Return numbers of groups of whole nodes that may be a pipeline: none, if there is one now, then the most first.
+
+    Only in the groups of a single node no weights are gathered between nodes.
+    """
+    sizes = [2**i for i in range(plan.topology.nnodes.bit_length() - 1, 0, -1) if plan.topology.nnodes % 2**i == 0]
     groups, batch = plan.groups_of_rows * plan.recipe.parallel.pipeline, plan.recipe.train.global_batch_size
     sizes = [size for size in sizes if groups % size == batch % (groups // size) == 0]
     own = plan.recipe.parallel.pipeline
@@ -368,8 +371,8 @@ def _with_layers_divided(
 def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> list[Option]:
     """Return plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
 
-    More groups are tried as long as that is faster, or nothing fits; none with which even its computation would take
-    longer than the fastest plan. Such a forecast simulates several stages: other micro-batches, and weights that are
+    Fewer groups are tried as long as that is faster; none with which even its computation would take longer than the
+    fastest plan. Such a forecast simulates several stages: other micro-batches, and weights that are
     gathered once a step, are tried with the fastest number of groups only, if that is faster than without a pipeline.
     """
     plan, found = trials.plan, list[Option]()
@@ -384,7 +387,9 @@ def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> li
         choice = dataclasses.replace(most, divided=divided | change, pipeline=change["parallel.pipeline"])
         tried = (trials.option(overrides_of(plan, choice, kind, 1)) for kind in kinds)
         option = next((each for each in tried if each and each.fits), None)
-        if option is None or (found and found[-1].step_s < option.step_s):
+        if option is None:  # more stages than layers, or too many activations
+            continue
+        if found and found[-1].step_s < option.step_s:
             break
         found.append(option)
         fastest = choice, staged
