@@ -117,7 +117,7 @@ def described(option: dict[str, Any]) -> str:
 
 def compared(option: dict[str, Any] | None, best: dict[str, Any]) -> str:
     if option is None:
-        return "FSDP alone fits and is faster than what was tried" if not divided(best) else "no other fits"
+        return "FSDP alone is best" if not divided(best) else "no other fits"
     waits = [each["waiting_share"] * each["step_s"] for each in (option, best)]
     causes = {
         "more compute": option["compute_s"] - best["compute_s"],
