@@ -56,7 +56,7 @@ class LayerClock:
         self._begin: Any = None
         layers = [layer for _, layer in decoder_layers(model)]
         own = [layer for layer in layers if next(layer.parameters(), None) is not None]
-        self._scale = len(layers) / (places * len(own))
+        self._scale = len(layers) / (places * len(own)) if own else 1.0  # some architectures have no list of layers
         for layer in own:
             layer.register_forward_pre_hook(self._before_layer)
             layer.register_forward_hook(self._after_layer)
