@@ -18,6 +18,9 @@ from typing import Any
 
 from common import ROOT
 
+from fsdptrain.forecast.render import why_slower
+from fsdptrain.forecast.search import Option
+
 DOCUMENT, HEADING = ROOT / "docs" / "choosing.md", "## The table"
 GIB = 2**30
 LLAMA: dict[str, Any] = {
@@ -118,18 +121,8 @@ def described(option: dict[str, Any]) -> str:
 def compared(option: dict[str, Any] | None, best: dict[str, Any]) -> str:
     if option is None:
         return "FSDP alone is best" if not divided(best) else "no other fits"
-    waits = [each["waiting_share"] * each["step_s"] for each in (option, best)]
-    causes = {
-        "more compute": option["compute_s"] - best["compute_s"],
-        "stages wait": waits[0] - waits[1],
-        "collectives": option["step_s"]
-        - option["compute_s"]
-        - waits[0]
-        - (best["step_s"] - best["compute_s"] - waits[1]),
-    }
-    cause = max(causes, key=lambda each: causes[each])
     name = ", ".join(f"{key} {ranks}" for key, ranks in divided(option).items()) or "FSDP alone"
-    return f"{name}: {option['step_s'] / best['step_s'] - 1:+.0%} time ({cause})"
+    return f"{name}: {option['step_s'] / best['step_s'] - 1:+.0%} time ({why_slower(Option(**option), Option(**best))})"
 
 
 if __name__ == "__main__":

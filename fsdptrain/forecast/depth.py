@@ -153,7 +153,6 @@ def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, 
     and `j` on. Of several that are possible, it is the one behind which most events agree. It is empty at the end, and
     behind an event whose size depends on the depth.
     """
-
     start, same = i, _agreeing(few.exact, many.exact, i, j)
     i, j, ends = i + same, j + same, (len(few.exact), len(many.exact))
     if (i, j) == ends:

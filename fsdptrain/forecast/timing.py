@@ -41,7 +41,7 @@ FLOAT8 = {"float8_rowwise": (1.65, 2.5), "float8_tensorwise": (1.85, 1.5)}
 # a published gain, of an 8B model on 8 H100s: see docs/calibration.md.
 COMPILED = 0.44
 
-PASSES = {"forward": "forward", "loss": "forward", "end": "forward", "backward": "backward"}  # first word of a moment
+PASSES = {"forward": True, "loss": True, "end": True, "backward": False}  # first word of a moment → of a forward pass
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 
 
@@ -84,7 +84,8 @@ def replay_streams(
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = late = 0.0
     fuses = False  # whether what computes at this moment is compiled
-    kind, since = "", 0.0  # of the moment: `forward`, `backward` or another one, and when it began
+    forward: bool | None = None  # whether this moment is of a forward or a backward pass; None: of neither
+    since = 0.0  # when it began
     for event in events:
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
@@ -119,9 +120,9 @@ def replay_streams(
             fuses = compiled and event.name.startswith(("forward of ", "backward of ")) and "embed" not in event.name
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
             now = host if hardware.is_cpu else clock[COMPUTE_STREAM]
-            if kind:
-                timing.passes_s[kind == "forward"] += now - since
-            kind, since = PASSES.get(event.name.partition(" of ")[0], ""), now
+            if forward is not None:
+                timing.passes_s[forward] += now - since
+            forward, since = PASSES.get(event.name.partition(" of ")[0]), now
         elif isinstance(event, Synchronize):
             host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])
     timing.step_s = max([host, *clock.values()]) + late
