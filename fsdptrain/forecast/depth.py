@@ -41,7 +41,7 @@ from fsdptrain.model.units import decoder_layers
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Plan, varied
 
-LEAST = 5  # periods of layers in the shallower model: the first and the last ones differ from those between them
+LEAST = 4  # periods of layers in the shallower model: the first and the last ones differ from those between them
 START = Moment("start of the step")  # stands between what is allocated before a step and its events
 
 WIDTH = 4  # the most numbers of an event

@@ -6,9 +6,13 @@ them and is not assumed. (Roofline: Williams, Waterman & Patterson, CACM 52(4), 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdptrain.config.schema import Recomputation
 from fsdptrain.forecast.trace import (
@@ -19,6 +23,7 @@ from fsdptrain.forecast.trace import (
     Moment,
     RecordEvent,
     Synchronize,
+    Trace,
     WaitEvent,
     network_share,
     ring_bytes,
@@ -26,6 +31,8 @@ from fsdptrain.forecast.trace import (
 from fsdptrain.plan.hardware import Hardware
 
 LATENCY_S = 20e-6  # of every collective
+MOST_REPLAYED = 5  # numbers of micro-batches, from that which is simulated on
+SAME_S = 1e-8  # seconds by which two times may differ that are the same
 IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
 
 # The host's seconds that recomputation adds to the backward of a layer: torch's hooks for each saved tensor and, if
@@ -63,6 +70,35 @@ class Timing:
     def exposed_s(self) -> float:
         """Seconds in which the compute stream waits."""
         return max(0.0, self.step_s - self.compute_s)
+
+    def plus(self, other: Timing, times: int) -> Timing:
+        """Return the sum of this and so many `times` the other."""
+        passes = {forward: value + times * other.passes_s[forward] for forward, value in self.passes_s.items()}
+        names = [each.name for each in dataclasses.fields(self) if each.name != "passes_s"]
+        return Timing(passes_s=passes, **{name: getattr(self, name) + times * getattr(other, name) for name in names})
+
+    def equals(self, other: Timing) -> bool:
+        """Return whether both are the same, but for what rounding makes of long steps."""
+        pairs = zip(self._numbers(), other._numbers(), strict=True)
+        return all(math.isclose(one, two, rel_tol=0, abs_tol=SAME_S) for one, two in pairs)
+
+    def _numbers(self) -> Iterator[float]:
+        for value in vars(self).values():
+            yield from value.values() if isinstance(value, dict) else [value]
+
+
+def replay_step(trace: Trace, micro_batches: int, *machine: Any) -> Timing:
+    """Time a step of so many micro-batches; `machine` are the other arguments of `replay_streams`.
+
+    Only few are replayed if one more adds to everything what the one before it added.
+    """
+    timings: list[Timing] = []
+    for few in range(trace.micro_batches, min(trace.micro_batches + MOST_REPLAYED, micro_batches)):
+        timings.append(replay_streams(trace.repeated(few), *machine))
+        gains = [more.plus(less, -1) for less, more in itertools.pairwise(timings[-3:])]
+        if len(gains) == 2 and gains[0].equals(gains[1]):
+            return timings[-1].plus(gains[1], micro_batches - few)
+    return replay_streams(trace.repeated(micro_batches), *machine)
 
 
 def replay_streams(

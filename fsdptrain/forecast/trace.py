@@ -110,10 +110,14 @@ class Trace:
         yield from self.before
         yield from self.events
 
+    @property
+    def micro_batches(self) -> int:
+        """How many were simulated."""
+        return len(self._starts())
+
     def repeated(self, micro_batches: int) -> Iterator[Event]:
         """Yield the events of a step of `micro_batches`: of those simulated, the last but one is repeated."""
-        first = next((event for event in self.events if isinstance(event, Moment)), None)
-        starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == first]
+        starts = self._starts()
         if len(starts) < 2:
             yield from self.events
             return
@@ -121,6 +125,10 @@ class Trace:
         for _ in range(micro_batches - len(starts) + 1):
             yield from self.events[starts[-2] : starts[-1]]
         yield from self.events[starts[-1] :]
+
+    def _starts(self) -> list[int]:
+        first = next((event for event in self.events if isinstance(event, Moment)), None)
+        return [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == first]
 
 
 class Level(NamedTuple):

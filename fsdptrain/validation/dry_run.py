@@ -7,10 +7,9 @@ request; `docs/validate.md` documents the values that `--json` prints.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from fsdptrain.plan.limits import fatal_limits, risky_limits, uncompiled_note
 from fsdptrain.plan.network import address_of
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
-from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import counted, duration, size
 from fsdptrain.train.optim import warmup_note
 from fsdptrain.train.setup import gpu_fault
@@ -60,13 +58,13 @@ from fsdptrain.validation.request import Request
 MEMORY = "Peak memory (highest rank)"
 COMMUNICATION = "Communication per step"
 ADVICE = "Other plans for the same job"
-MOST_FORECASTERS, CORES_OF_FORECASTER = 4, 2  # of a search; there are two at least
 
 
-def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None = None) -> None:
+def dry_run(request: Request, findings: Findings, *forecasters: Forecaster) -> None:
     """Check every level of a run, each as far as possible.
 
-    If the model is built, without weights, and the plan has no problems, `forecaster` forecasts the step.
+    If the model is built, without weights, and the plan has no problems, the first of `forecasters` forecasts the step.
+    As many plans are forecast at a time as there are processes.
     """
     plan = request.plan
     for problem in request.problems:
@@ -81,8 +79,8 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
     if request.build:
         with findings.continue_on_error():
             check_model(plan, vocab_size, steps, findings, request.hardware)
-            if forecaster and not request.problems:
-                check_step(request, vocab_size, steps, findings, forecaster)
+            if forecasters and not request.problems:
+                check_step(request, vocab_size, steps, findings, forecasters)
 
 
 def _check_machine(plan: Plan, findings: Findings) -> None:
@@ -205,7 +203,7 @@ def check_step(
     vocab_size: int | None,
     steps: int | None,
     findings: Findings,
-    forecaster: Forecaster,
+    forecasters: Sequence[Forecaster],
 ) -> None:
     """Forecast a step, and add a problem if it does not fit.
 
@@ -224,7 +222,7 @@ def check_step(
         findings.add_problem(RecipeError(fault))
         return
     findings.send_busy("simulating a step")
-    forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
+    forecast = forecasters[0].forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
     # The forecast comes first, because the verdict reads it; other plans last, because their search takes minutes.
     cost: dict[str, Any] = {}
     if steps is not None:
@@ -236,14 +234,14 @@ def check_step(
     _show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=request.advise))
-    _check_least_nodes(plan, hardware, vocab_size, findings, forecaster)
+    _check_least_nodes(plan, hardware, vocab_size, findings, forecasters[0])
     if request.plot:
         findings.step["plot"] = request.plot
         findings.add_lines(MEMORY, f"plotted over the step in {request.plot}")
     for note in forecast.notes:
         findings.add_note(note)
     if request.advise:
-        _advise(request, hardware, forecast, vocab_size, findings, forecaster)
+        _advise(request, hardware, forecast, vocab_size, findings, forecasters)
 
 
 def _check_least_nodes(
@@ -298,19 +296,16 @@ def _advise(
     own: Forecast,
     vocab_size: int | None,
     findings: Findings,
-    forecaster: Forecaster,
+    forecasters: Sequence[Forecaster],
 ) -> None:
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
     model = findings.levels["model"]
     counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
-    others = max(1, min(MOST_FORECASTERS, (os.cpu_count() or 1) // CORES_OF_FORECASTER) - 1)
-    with contextlib.ExitStack() as stack:  # as many plans are forecast at a time as there are processes
-        forecasters = [forecaster, *(stack.enter_context(Forecaster()) for _ in range(others))]
-        advice = search(
-            request.plan, hardware, own, [each.forecast for each in forecasters], counts,
-            lambda tried: findings.send_progress("comparing plans", tried, 0), experts=model["experts"],
-            vocab_size=vocab_size,
-        )  # fmt: skip
+    advice = search(
+        request.plan, hardware, own, [each.forecast for each in forecasters], counts,
+        lambda tried: findings.send_progress("comparing plans", tried, 0), experts=model["experts"],
+        vocab_size=vocab_size,
+    )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_lines(advice))
     options = shown_options(advice.options)
@@ -333,15 +328,12 @@ def hardware_here(plan: Plan) -> Hardware | None:
     return card(properties.name, properties.total_memory, next(iter(installed_flash(major)), "flash"))
 
 
-def main() -> None:
-    """Answer the request of the parent with records of progress, and the outcome last."""
-    send = answer_parent()
-
+def answer(request: Request, forecasters: Sequence[Forecaster], send: Callable[[dict[str, Any]], None]) -> None:
+    """Make the dry run of a request; send records of progress, and the outcome last."""
     # The levels report what matters among transformers' warnings.
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
-    request = Request.from_record(next(records_of_parent()))
     findings = Findings(send, elsewhere=request.hardware is not None or request.choose)
     for note in request.notes:
         findings.add_note(note)
@@ -350,8 +342,7 @@ def main() -> None:
         with findings.continue_on_error():
             request = dataclasses.replace(request, plan=choose(request.plan, findings))
     if not (request.choose and findings.problems):  # else nothing could be chosen
-        with Forecaster() as forecaster:
-            dry_run(request, findings, forecaster)
+        dry_run(request, findings, *forecasters)
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:
             findings.add_note(f"{option} was skipped: the step could not be simulated")

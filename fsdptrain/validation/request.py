@@ -1,4 +1,4 @@
-"""Ask for a dry run, which a child process makes (`dry_run`), or for a look at the nodes (`here`), and show progress.
+"""Ask for a dry run, which a child process makes (`process`), or for a look at the nodes (`here`), and show progress.
 
 This module imports no torch, so that progress is shown while the child imports it. The child gets the request, and
 answers with records of progress and the outcome last.
@@ -92,7 +92,7 @@ def make_request(
 
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
     """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
-    with Child("fsdptrain.validation.dry_run") as child:
+    with Child("fsdptrain.validation.process") as child:
         with contextlib.ExitStack() as stage:
             stage.enter_context(_busy(screen, "starting"))
             child.send(request.to_record())

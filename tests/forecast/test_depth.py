@@ -61,7 +61,7 @@ def test_the_trace_of_a_deep_model_is_that_of_a_whole_simulation(
     monkeypatch.setattr(depth, "simulate", counted)
     found = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), False, CPU, False, 0)
     period = plan.recipe.fsdp.recomputation.every
-    assert depths == [5 * period + layers % period, 6 * period + layers % period]
+    assert depths == [n * period + layers % period for n in (depth.LEAST, depth.LEAST + 1)]
     found, whole = (depth.written(each) for each in (found, simulate(plan, config_of(plan), False, CPU, False)))
     assert found.kinds == whole.kinds
     assert (found.numbers == whole.numbers).all()
@@ -102,7 +102,7 @@ def test_a_stage_of_a_pipeline_is_simulated_shallower(
 
     monkeypatch.setattr(depth, "simulate", counted)
     made = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), False, CPU, False, place)
-    assert depths == [[5, 14], [6, 14]] if place == 0 else [[13, 5], [13, 6]]
+    assert depths == [[n, 14] if place == 0 else [13, n] for n in (depth.LEAST, depth.LEAST + 1)]
     found, whole = (depth.written(each) for each in (made, simulate(plan, config_of(plan), False, CPU, False, place)))
     assert found.kinds == whole.kinds
     assert (found.numbers == whole.numbers).all()

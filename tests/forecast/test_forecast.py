@@ -7,7 +7,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from simulated import SMALL, config_of, plan_of
+from simulated import SMALL, config_of, on_fake, plan_of
 from support import TINY, sample
 
 from fsdptrain import processes
 from fsdptrain.config.schema import Recipe, Recomputation
 from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.forecast import timing
 from fsdptrain.forecast.forecaster import Forecast, Forecaster, compare_with_measured, hardware_of
 from fsdptrain.forecast.server import time_of
-from fsdptrain.forecast.timing import COMPILED, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
-from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
+from fsdptrain.forecast.timing import (
+    COMPILED,
+    LATENCY_S,
+    Timing,
+    collective_s,
+    kernel_s,
+    recomputation_s,
+    replay_streams,
+)
+from fsdptrain.forecast.trace import Collective, Event, Kernel, Moment, RecordEvent, Synchronize, Trace, WaitEvent
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.world import World
@@ -332,6 +341,24 @@ def test_waiting_for_an_event_does_not_wait_for_what_is_queued_after_it() -> Non
     )
     assert math.isclose(one, 10 * seconds(BUSY), rel_tol=0.01)
     assert math.isclose(all_work, 15 * seconds(BUSY), rel_tol=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_equal_micro_batches_need_not_all_be_replayed(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path, fsdp__strategy=strategy, train__global_batch_size=320)
+    trace, played = on_fake(plan), []
+
+    def counted(events: Iterable[Event], *machine: Any) -> Timing:
+        played.append(len(events := [*events]))
+        return replay_streams(events, *machine)
+
+    monkeypatch.setattr(timing, "replay_streams", counted)
+    machine = dataclasses.replace(H100, contention=0.3), True, 8
+    found, whole = timing.replay_step(trace, 40, *machine), replay_streams(trace.repeated(40), *machine)
+    assert found.equals(whole) and found.step_s > 10 * found.exposed_s / 11 > 0
+    assert len(played) < 6 and sum(played) < len([*trace.repeated(40)])
 
 
 # --- the forecasting process -----------------------------------------------------------------------------------------
