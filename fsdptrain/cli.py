@@ -59,14 +59,37 @@ if TYPE_CHECKING:
     from fsdptrain.validation.request import Request
 
 
+COMMANDS = {  # as the help lists them
+    "A first run": ("init", "validate", "run", "recipes"),
+    "What a run made": ("status", "report", "eval", "chat", "export", "verify"),
+    "Large data and clusters": ("prepare", "submit", "schema"),
+}
+
+
+class GroupedCommands(typer.core.TyperGroup):
+    """The commands in groups, before the options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of commands and options."""
+        for title, names in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=80)) for name in names])
+        super().format_options(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write no second list of the commands."""
+
+
 app = typer.Typer(
+    cls=GroupedCommands,
+    epilog="Pages for all of this: docs/index.md in the repository.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-recipes_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
+recipes_app = typer.Typer(help="List, show or copy the shipped recipes.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 
 
@@ -312,9 +335,7 @@ def validate(
     hardware: Annotated[
         str | None, option("CARDS", "plan for other machines: 8xh100, 16x8xh100 (16 nodes of 8), memory=…,flops=…")
     ] = None,
-    plot: Annotated[
-        Path | None, option("FILE", "plot the memory of one step to this .svg or .png; needs fsdptrain[plot]")
-    ] = None,
+    plot: Annotated[Path | None, option("FILE", "plot the memory of one step to this .svg or .png")] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     price: Annotated[
         float | None, option("DOLLARS", "dollars per GPU-hour; adds the cost of the run", "--price-per-gpu-hour", min=0)
@@ -370,6 +391,12 @@ def validate(
         if sys.stderr.isatty():
             print(file=sys.stderr)
         _print_problems(outcome.problems)
+        if request.plan.topology.device == "cpu" and hardware is None and not outcome.report.get("fits", True):
+            from fsdptrain.plan.hardware import cards_named_in
+
+            cards = cards_named_in(f"{written.text}\n{written.recipe.name}")
+            line = _next_command(*sys.argv[1:], "--hardware", cards)
+            print(wrapped_for(f"this machine has no GPU: to plan for GPUs,\n{line}", sys.stderr), file=sys.stderr)
     if here:
         _exit_at_once(outcome.exit_code)
     sys.exit(outcome.exit_code)
@@ -603,7 +630,7 @@ def report(
     ],
     out: Annotated[Path, option("FILE", "the file to write; a report there is replaced")] = Path("report.html"),
 ) -> None:
-    """Write runs as one HTML page. It has their curves, faults and recipe; needs fsdptrain[plot]."""
+    """Write runs as one HTML page. It has their curves, faults and recipe."""
     from fsdptrain.report.document import check_report, write_report
 
     out = _expanded_path(out)
@@ -770,6 +797,13 @@ def _write_new(dest: Path, text: str) -> None:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
+
+
+@recipes_app.callback()
+def recipes(ctx: typer.Context) -> None:
+    """List, show or copy the shipped recipes."""
+    if ctx.invoked_subcommand is None:
+        list_recipes()
 
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list")

@@ -29,6 +29,7 @@ the terminal shows the message of the rank that failed, and the shell gets the r
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -245,3 +246,15 @@ def from_record(record: dict[str, str]) -> FsdptrainError:
             return cls(record["message"])
         classes += cls.__subclasses__()
     return WorkerError(f"{record['type']}: {record['message']}")
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs what an extra of this package needs: `pip install 'peft>=0.21'`.
+
+    It names the libraries, not this package, which may come from a folder and not from an index.
+    """
+    from packaging.requirements import Requirement  # only where something is missing
+
+    wanted = [Requirement(text) for text in importlib.metadata.requires("fsdptrain") or ()]
+    of_extra = [each for each in wanted if each.marker and each.marker.evaluate({"extra": extra})]
+    return "pip install " + " ".join(f"'{each.name}{each.specifier}'" for each in of_extra)

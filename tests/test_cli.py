@@ -25,6 +25,7 @@ import typer
 from pseudo_terminal import run_on_terminal
 from support import ROOT, environment, fsdptrain, python
 
+from fsdptrain import cli
 from fsdptrain.cli import app
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
@@ -80,6 +81,12 @@ def test_the_help_of_each_command_has_an_example_that_is_accepted() -> None:
         for option in command.params:
             is_flag = getattr(option, "is_flag", False)
             assert is_flag or option.metavar, f"{name} {option.name}: help shows the type of Python"
+
+
+def test_the_help_lists_every_command_in_one_group() -> None:
+    listed = [name for names in cli.COMMANDS.values() for name in names]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert fsdptrain("recipes").stdout == fsdptrain("recipes", "list").stdout != ""
 
 
 def test_a_misspelt_command_gets_its_nearest_name_and_shells_complete() -> None:

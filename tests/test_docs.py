@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support import ROOT, environment, fsdptrain
+
+from fsdptrain.errors import install_line
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fsdptrain"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
@@ -73,6 +79,36 @@ def test_what_the_readme_says_of_a_wrong_recipe_is_printed(tmp_path: Path) -> No
 def test_the_verdict_in_the_readme_is_printed(tmp_path: Path) -> None:
     words, screen = recorded("validate")
     assert fsdptrain(*words, cwd=tmp_path, timeout=900).stdout.startswith(screen)
+
+
+def installs() -> set[str]:
+    """Return what pip is told to install in the documents, the recipes and the package."""
+    texts = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "recipes").rglob("*.*"), *PACKAGE.rglob("*.py")]
+    lines = re.findall(
+        r"pip install ((?:--\S+ )*)(['\"]?)([^\s'\"`{]+)\2", "\n".join(each.read_text() for each in texts)
+    )
+    return {wanted.rstrip(".,;") or "." for _, _, wanted in lines}
+
+
+def test_what_pip_is_told_to_install_exists() -> None:
+    """It is this folder, or a library: this package is in no index yet."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for wanted in installs():
+        own = re.fullmatch(r"\.(?:\[([\w,]+)\])?", wanted)
+        assert own or Requirement(wanted).name != "fsdptrain", wanted
+        assert not own or {*(own[1] or "lora").split(",")} <= extras.keys(), wanted
+    for extra in extras.keys() - {"dev", "docs", "bench"}:
+        for wanted in map(Requirement, re.findall("'(.*?)'", install_line(extra))):
+            with contextlib.suppress(PackageNotFoundError):
+                assert wanted.specifier.contains(version(wanted.name)), wanted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wanted", sorted(each for each in installs() if each.startswith(".")))
+def test_pip_finds_all_that_it_is_told_to_install(wanted: str) -> None:
+    """Needs the index, which the installation of this environment needed too."""
+    words = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", wanted]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr == ""
 
 
 def blocks(path: Path, language: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import Problem
+from fsdptrain.errors import Problem, install_line
 
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
 ALTERNATIVES = {
@@ -81,7 +81,7 @@ def _run_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 def _missing_library(name: str, extra: str, field: str) -> Iterator[Problem]:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # or a folder that a tracker has written here
-        yield Problem(f"{name} is not installed: pip install 'fsdptrain[{extra}]'", field)
+        yield Problem(f"{name} is not installed: {install_line(extra)}", field)
 
 
 PROFILE = "log.profile"
@@ -289,7 +289,7 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
     except PackageNotFoundError:
         found = "none"
     if [int(number) for number in re.findall(r"\d+", found)[:2]] < [major, minor]:
-        message = f"needs {library} {major}.{minor} or newer, and {found} is installed: pip install 'fsdptrain[float8]'"
+        message = f"needs {library} {major}.{minor} or newer, and {found} is installed: {install_line('float8')}"
         yield Problem(message, "train.float8")
     if adapter or recipe.model.trainable:
         frozen = f"adapter.kind: {adapter}" if adapter else "model.trainable"

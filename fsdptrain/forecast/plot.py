@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.trace import BEFORE, Alloc, Category, Level, Trace, levels
-from fsdptrain.report.charts import fixed_style, require_matplotlib
+from fsdptrain.report.charts import fixed_style
 from fsdptrain.run_folder.files import replaced
 from fsdptrain.text import GIB
 
@@ -46,7 +46,6 @@ def check_plot_path(path: Path) -> None:
         problem = f"folder {str(path.parent)!r} does not exist"
     if problem:
         raise RecipeError([Problem(problem, "--plot")])
-    require_matplotlib("--plot")
 
 
 class Phase(NamedTuple):

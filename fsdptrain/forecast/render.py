@@ -165,8 +165,10 @@ def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
     saving: dict[str, Any] = {}
     for change in changes_that_save_memory(plan):  # of a key with several values, the last saves the most
         saving |= change
-    tries = f"or try {', '.join([*override_words(saving), 'more ranks'])}"
-    other = other_kinds_note(plan)
+    on_gpus = plan.topology.device != "cpu"
+    tried = [*override_words(saving), *(["more ranks"] if on_gpus else [])]
+    tries = f"or try {', '.join(tried)}" if tried else ""
+    other = other_kinds_note(plan) if on_gpus else ""
     return DoesNotFit("; ".join(filter(None, [verdict, search, tries, other])))
 
 

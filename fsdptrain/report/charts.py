@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import importlib.util
 import io
 import math
 import re
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.report.history import Points, RunHistory
 from fsdptrain.text import GIB, rate
 
@@ -33,12 +31,6 @@ SPIKE = 50  # times the median: a curve that is higher has a logarithmic axis
 INK, QUIET, GRID, FAULT = "#0000f0", "#0000f1", "#0000f2", "#0000f3"
 VARIABLES = {INK: "ink", QUIET: "quiet", GRID: "grid", FAULT: "fault"}
 VARIABLES |= {f"#{number:06x}": f"c{number}" for number in range(1, COLOURS + 1)}
-
-
-def require_matplotlib(what: str) -> None:
-    """Raise RecipeError, which names `what` needs it, where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RecipeError([Problem("needs matplotlib: pip install 'fsdptrain[plot]'", what)])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdptrain.config.keys import yaml_text
 from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
-from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, require_matplotlib, short
+from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
 from fsdptrain.report.status import is_run_folder, runs_below
 from fsdptrain.run_folder.files import shipped, write_atomically
@@ -30,7 +30,6 @@ GENERATOR = '<meta name="generator" content="fsdptrain'  # by which a report is 
 
 def check_report(out: Path) -> None:
     """Raise RecipeError if no report can be written to `out`. This is cheap: call it before the runs are read."""
-    require_matplotlib("report")
     if out.suffix.lower() not in (".html", ".htm"):
         raise RecipeError(f"--out: {out.name!r} must end in .html")
     if not out.parent.is_dir():

@@ -152,7 +152,10 @@ def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     if rundir.profiles.is_dir():
         files = "traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz"
         yield f"profile {short_path(rundir.profiles)} ({files})"
+    yield _line("report", ["fsdptrain", "report", short_path(rundir.root)])
     if rundir.export.is_dir():
+        yield _line("chat", ["fsdptrain", "chat", short_path(rundir.root)])
+        yield _line("eval", ["fsdptrain", "eval", short_path(rundir.root), "--data", "FILE"])
         if serving := _serve(plan, folder):
             yield _line("serve", serving)
         yield _line("share", ["hf", "upload", "ORG/NAME", folder])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, StorageError, first_line, shortened
+from fsdptrain.errors import CheckpointError, FsdptrainError, StorageError, first_line, install_line, shortened
 from fsdptrain.run_folder.files import NOTHING_THERE, fsync, is_regular_file, set_aside, system_errors, unused_name
 
 MANIFEST_NAME = "manifest.json"
@@ -75,7 +75,7 @@ def url_fault(url: str) -> str | None:
     if not bucket or not folder or any(part in ("", ".", "..") for part in folder.split("/")):
         return f"{shortened(url)!r} is not a place in a store: write {scheme}://BUCKET/FOLDER"
     if importlib.util.find_spec(MODULES[scheme]) is None:
-        return f"{scheme}:// needs {MODULES[scheme]}, which is not installed: pip install 'fsdptrain[{scheme}]'"
+        return f"{scheme}:// needs {MODULES[scheme]}, which is not installed: {install_line(scheme)}"
     return None
 
 

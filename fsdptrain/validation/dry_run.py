@@ -268,9 +268,10 @@ def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], finding
     if rows:
         findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
-    findings.add_lines("Time", *time_lines(forecast, plan, cost))
-    if "sequences" in (data := findings.levels.get("data", {})):
-        findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
+    if forecast.fits or plan.topology.device != "cpu":  # else it is most probably a recipe for GPUs
+        findings.add_lines("Time", *time_lines(forecast, plan, cost))
+        if "sequences" in (data := findings.levels.get("data", {})):
+            findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
     findings.forecast = verdict(findings.step, plan)
 
 

@@ -28,7 +28,7 @@ from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Data, Model, Recipe
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import Problem, RecipeError, install_line
 from fsdptrain.forecast.search import micro_batches
 from fsdptrain.plan.gpus import TESTED, untested_versions
 from fsdptrain.plan.plan import make_plan
@@ -436,14 +436,14 @@ def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: py
     for kind in ("adamw_8bit", "lion"):
         problems = refused(tmp_path, BASE, f"optim.name={kind}")
         assert [p.field for p in problems] == ["optim.name"]
-        assert problems[0].message.endswith("not installed: pip install 'fsdptrain[bitsandbytes]'")
+        assert problems[0].message.endswith("not installed: pip install 'bitsandbytes>=0.50'")
     assert read(tmp_path, BASE, "optim.name=muon").recipe.optim.momentum == 0.95
     for kind, libraries in {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}.items():
         assert [(p.field, p.message) for p in refused(tmp_path, BASE, f"adapter.kind={kind}")] == [
-            ("adapter.kind", f"{library} is not installed: pip install 'fsdptrain[{kind}]'") for library in libraries
+            ("adapter.kind", f"{library} is not installed: {install_line(kind)}") for library in libraries
         ]
     assert [p.message for p in refused(tmp_path, BASE, "log.trackers=[mlflow, tensorboard]")] == [
-        "mlflow is not installed: pip install 'fsdptrain[mlflow]'"
+        "mlflow is not installed: pip install 'mlflow>=3.0'"
     ]
 
 
@@ -535,7 +535,7 @@ def test_float8_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
 
     monkeypatch.setattr(rules, "version", version)
     [problem] = refused(tmp_path, BASE, "train.float8=rowwise")
-    assert problem.field == "train.float8" and says in problem.message and "fsdptrain[float8]" in problem.message
+    assert problem.field == "train.float8" and says in problem.message and "torchao>=0.18" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ import pytest
 from forks import Command
 from support import environment, planned, python, write_recipe
 
-pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
-pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("s3fs", reason="needs pip install '.[dev]'")
+pytest.importorskip("moto", reason="needs pip install '.[dev]'")
 
 from object_store import BUCKET, FORBIDDEN, REFUSALS, ObjectStore, serve_here
 

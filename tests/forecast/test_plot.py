@@ -13,7 +13,7 @@ import pytest
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import plot
-from fsdptrain.forecast.plot import COLOURS, MAX_POINTS, check_plot_path, draw_timeline, timeline
+from fsdptrain.forecast.plot import COLOURS, MAX_POINTS, draw_timeline, timeline
 from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace, peak
 from fsdptrain.text import GIB
 
@@ -116,9 +116,3 @@ def test_a_path_that_cannot_be_plotted_to_is_rejected(tmp_path: Path, name: str,
     (tmp_path / "step.svg").mkdir()
     with pytest.raises(RecipeError, match=r"^--plot: cannot write .*step\.svg"):
         draw_timeline(Trace(), CARD, GIB, tmp_path / "step.svg", "t")
-
-
-def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RecipeError, match=re.escape("--plot: needs matplotlib: pip install 'fsdptrain[plot]'")):
-        check_plot_path(tmp_path / "step.svg")

@@ -78,7 +78,7 @@ def test_the_image_copies_what_exists_and_runs_the_command() -> None:
 def test_a_script_has_no_fault_that_shellcheck_knows(name: str) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     if not shellcheck.exists():
-        pytest.skip("needs pip install 'fsdptrain[dev]'")
+        pytest.skip("needs pip install '.[dev]'")
     done = subprocess.run([shellcheck, FOLDER / name], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -71,7 +71,7 @@ def test_the_program_generates_from_the_export(
     capsys.readouterr()
     exec(text.partition("try it in Python:\n")[2], {})
     assert capsys.readouterr().out.startswith(prompt)
-    assert len(text.splitlines()) <= 13
+    assert len(text.splitlines()) <= 16
 
 
 def test_the_commands_can_be_pasted_at_any_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,13 @@ def test_the_commands_can_be_pasted_at_any_width(tmp_path: Path, monkeypatch: py
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     Screen(console).paste(next_steps(plan, words))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    commands = {line[:8].strip(): shlex.split(line[8:]) for line in lines[1:6]}
+    commands = {line[:8].strip(): shlex.split(line[8:]) for line in lines[1:9]}
     same = ["fsdptrain", "run", "recipe.yaml"]
     assert commands == {
         "curves": ["tensorboard", "--logdir", "runs/a run/tensorboard"],
+        "report": ["fsdptrain", "report", "runs/a run"],
+        "chat": ["fsdptrain", "chat", "runs/a run"],
+        "eval": ["fsdptrain", "eval", "runs/a run", "--data", "FILE"],
         "serve": ["vllm", "serve", "runs/a run/export"],
         "share": ["hf", "upload", "ORG/NAME", "runs/a run/export"],
         "longer": [*same, "optim.lr=1e-5", "train.steps=8"],

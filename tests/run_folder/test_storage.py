@@ -22,8 +22,8 @@ import torch
 from forks import Command
 from support import environment, events, fsdptrain, planned, processes_using, send_all, write_recipe
 
-pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
-pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("s3fs", reason="needs pip install '.[dev]'")
+pytest.importorskip("moto", reason="needs pip install '.[dev]'")
 
 from broken_saves import load_alone, save, shards_of_rank, write
 from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, REFUSALS, SLOW_DOWN, Answer, ObjectStore, serve_here
