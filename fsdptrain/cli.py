@@ -113,6 +113,7 @@ SourceOption = Annotated[str | None, option("NAME", "of a run on several sources
 DATA = option("DATA", "file, glob, folder or URL, also several times; or a Hub data set")
 DtypeOption = Annotated[str | None, option("DTYPE", "of the computation; default: float32 on a CPU, else the run's")]
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
+WATCH_S = 10  # between two pages of `report --watch`
 WIDE = 111  # columns of a terminal on which names and what they are stand side by side
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
 
@@ -629,16 +630,31 @@ def report(
         list[str], typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs; several are compared")
     ],
     out: Annotated[Path, option("FILE", "the file to write; a report there is replaced")] = Path("report.html"),
+    over: Annotated[str, option("AXIS", "draw curves over steps, tokens (those trained) or hours")] = "steps",
+    log: Annotated[bool, typer.Option("--log", help="give losses a logarithmic axis")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="write the page again while a run goes on; browsers renew it")
+    ] = False,
 ) -> None:
     """Write runs as one HTML page. It has their curves, faults and recipe."""
-    from fsdptrain.report.document import check_report, write_report
+    from fsdptrain.report.document import Drawing, check_report, write_report
+    from fsdptrain.report.history import AXES
 
     out = _expanded_path(out)
     check_report(out)
-    with _screen_beside_result() as screen, screen.busy("report"):
+    if over not in AXES:
+        raise RecipeError(f"--over: {over!r} is not one of {', '.join(AXES)}")
+    drawing = Drawing(over, log, WATCH_S if watch else 0)
+    with _screen_beside_result() as screen, screen.busy("report"), write_errors(f"cannot write {out}"):
         opened = [_opened_run(run) for run in dict.fromkeys(runs)]
-        with write_errors(f"cannot write {out}"):
-            notes = write_report(opened, out)
+        notes, goes_on = write_report(opened, out, drawing)
+    if watch and goes_on:
+        screen.say(f"{out} is written again every {WATCH_S} s until the run ends, or you press Ctrl-C")
+        with contextlib.suppress(Interrupted), write_errors(f"cannot write {out}"):
+            while goes_on:
+                time.sleep(WATCH_S)
+                notes, goes_on = write_report(opened, out, drawing)
+        write_report(opened, out, Drawing(over, log))
     for note in notes:
         print(wrapped_for(f"note: {note}", sys.stderr), file=sys.stderr)
     print(out)

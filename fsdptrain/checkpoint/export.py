@@ -59,7 +59,7 @@ from fsdptrain.run_folder.ownership import (
     read_export_record,
     write_export_record,
 )
-from fsdptrain.run_folder.records import Record, Tail, by_loss, shares_of
+from fsdptrain.run_folder.records import RunState, Tail, by_loss, shares_of
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location
 from fsdptrain.terminal.screen import Screen
@@ -335,7 +335,7 @@ def write_cards(folder: Path, what: Exported, sums: dict[str, str], out: Path, b
 def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
     from jinja2 import Environment, StrictUndefined
 
-    plan, recipe, newest, identity = what.plan, what.plan.recipe, _newest(what.rundir, what.step), what.identity
+    plan, recipe, state, identity = what.plan, what.plan.recipe, _state_at(what.rundir, what.step), what.identity
     published = _published(recipe.model.id)
     metadata = ModelCardData(
         base_model=published,
@@ -356,13 +356,13 @@ def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
         architecture=type(what.unsharded).__name__,
         mtp=mtp,
         is_adapter=is_adapter,
-        newest=newest,
+        state=state,
         # Without the folders of this machine, and with the SHA-256 that a resume compares.
         data=[
             (name, [place if is_hub_data(place) else Path(place).name for place in places(path)], identity.get(key))
             for name, (path, key) in paths.items()
         ],
-        shares=shares_of(newest.get("start", {})),
+        shares=shares_of(state.newest.get("start", {})),
         fraction=recipe.data.eval["fraction"] if plan.eval_path is None and recipe.data.eval else None,
         others={"tokenizer": identity.get(TOKENIZER_KEY), "weights of the base model": identity.get(BASE_KEY)},
         keys=_changed_keys(plan),
@@ -378,13 +378,11 @@ def _published(name: str | None) -> str | None:
     return None if name is None or Path(name).is_dir() else name
 
 
-def _newest(rundir: RunDir, step: int) -> dict[str, Record]:
-    """Return the newest start, window, step and evaluation of the run up to the step of the export."""
-    newest: dict[str, Record] = {}
-    for record in Tail(rundir.metrics, from_end=False).read():
-        if record["event"] in ("start", "window", "step", "eval") and record.get("step", 0) <= step:
-            newest[record["event"]] = record
-    return newest
+def _state_at(rundir: RunDir, step: int) -> RunState:
+    """Return the state of the run at the step of the export."""
+    return RunState.of(
+        record for record in Tail(rundir.metrics, from_end=False).read() if record.get("step", 0) <= step
+    )
 
 
 def _changed_keys(plan: Plan) -> Iterator[str]:

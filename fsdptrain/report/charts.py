@@ -69,9 +69,11 @@ class Chart:
     note: str = ""
     limits: dict[str, float] = field(default_factory=dict)  # label → value: a dashed line
     marks: list[float] = field(default_factory=list)  # steps from which training was resumed
-    over: str = "step"
+    over: str = "steps"
     from_zero: bool = False
     wide: bool = False
+    whole: bool = False  # its values are whole numbers
+    log: bool = False
 
     @property
     def newest(self) -> list[tuple[str, int, str]]:
@@ -116,8 +118,11 @@ NOT_DRAWN = {  # what other charts show, or what only counts
 }  # fmt: skip
 
 
-def charts_of(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return the charts of one run, or of several over one another, in the order of the page."""
+def charts_of(runs: Sequence[RunHistory], log: bool = False) -> list[Chart]:
+    """Return the charts of one run, or of several over one another, in the order of the page.
+
+    `log`: losses have a logarithmic axis.
+    """
     is_one = len(runs) == 1
     found = {f"{kind}.{name}": None for kind in ("step", "eval") for run in runs for name in run.series[kind]}
     names = [*MEASURES, *(name for name in found if name not in MEASURES)]
@@ -127,6 +132,8 @@ def charts_of(runs: Sequence[RunHistory]) -> list[Chart]:
     charts += filter(None, [_memory(runs)])
     for chart in charts[:1]:
         chart.wide = True
+    for chart in charts:
+        chart.over, chart.log = runs[0].over, log and chart.shown is MEASURES["step.loss"].shown
     return [chart for chart in charts if chart.curves][:MAX_CHARTS]
 
 
@@ -136,7 +143,7 @@ def _losses(run: RunHistory) -> Chart:
         if _is_loss(f"eval.{name}"):
             label = "held-out" + f": {name.removeprefix(BY_SOURCE)}" * (name != "loss")
             curves.append(Curve(label, _colour(len(curves)), points, marker="o" * (len(points) <= MAX_DOTS)))
-    resumes = [float(record["step"]) for record in run.of_kind("resume") if record["step"]]
+    resumes = [run.place(record["step"]) for record in run.of_kind("resume") if record["step"]]
     note = SMOOTHED + ("; vertical lines: resumed from a checkpoint" if resumes else "")
     return Chart("Loss", curves, MEASURES["step.loss"].shown, note, marks=resumes)
 
@@ -216,7 +223,7 @@ def progress_chart(runs: Sequence[RunHistory]) -> Chart:
     if len(runs) == 1:
         curves = [curve._replace(label="") for curve in curves]
     note = "dots: checkpoints; crosses: faults and restarts; pale: undone by a resume"
-    return Chart("Steps over time", curves, "{:,.0f}".format, note, over=over, wide=True)
+    return Chart("Steps over time", curves, "{:,.0f}".format, note, over=over, wide=True, whole=True)
 
 
 def _progress(run: RunHistory, colour: int, unit: float) -> list[Curve]:
@@ -274,11 +281,11 @@ def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
             chart.over, (0, 0), xycoords="axes fraction", xytext=(-7, -7), textcoords="offset points", ha="right",
             va="top", color=QUIET,
         )  # fmt: skip
-        axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=ROUND, integer=chart.over == "step"))
+        axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=ROUND, integer=chart.over == "steps"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         if axes.get_yscale() == "linear":
-            axes.yaxis.set_major_locator(MaxNLocator(5, steps=ROUND, integer=chart.over != "step"))
+            axes.yaxis.set_major_locator(MaxNLocator(5, steps=ROUND, integer=chart.whole))
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _of_the_page(stream.getvalue(), chart)
@@ -301,7 +308,8 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 def _set_range(axes: Axes, chart: Chart) -> None:
     values = [value for curve in chart.curves for _, value in curve.points if abs(value) < TOO_LARGE]
     highest = max(values, default=0.0)
-    if values and not chart.from_zero and min(values) > 0 and highest > SPIKE * statistics.median(values):
+    spikes = highest > SPIKE * statistics.median(values or [0.0])
+    if values and not chart.from_zero and min(values) > 0 and (chart.log or spikes):
         axes.set_yscale("log")
     for label, value in chart.limits.items():
         if value < FAR * highest:

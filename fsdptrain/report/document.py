@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
-from fsdptrain.report.status import is_run_folder, runs_below
+from fsdptrain.report.status import ENDED, is_run_folder, runs_below
 from fsdptrain.run_folder.files import shipped, write_atomically
 from fsdptrain.run_folder.records import EVENTS, Record, RunState, by_loss, shares_of
 from fsdptrain.run_folder.rundir import RunDir
@@ -38,10 +39,23 @@ def check_report(out: Path) -> None:
         raise RecipeError(f"--out: {out} exists and is not a report of fsdptrain; it is not overwritten")
 
 
-def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
-    """Write the page of these runs, and of the runs below these folders; return what could not be read.
+@dataclass(frozen=True)
+class Drawing:
+    """How curves are drawn: over one of AXES, losses with a logarithmic axis or not.
 
-    Raises RecipeError if no run has anything to show, or if there are more than have a colour.
+    `renew_s`: after so many seconds a browser reads the page again, as long as a run goes on; 0: never.
+    """
+
+    over: str = "steps"
+    log: bool = False
+    renew_s: int = 0
+
+
+def write_report(opened: Sequence[RunDir], out: Path, drawing: Drawing = Drawing()) -> tuple[list[str], bool]:
+    """Write the page of these runs, and of the runs below these folders.
+
+    Returns what could not be read, and whether a run goes on. Raises RecipeError if no run has anything to show, or if
+    there are more than have a colour.
     """
     rundirs = {str(run.root): run for folder in opened for run in _runs_in(folder)}
     if len(rundirs) > COLOURS:
@@ -49,7 +63,7 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
     runs, left_out = list[RunHistory](), list[str]()
     for rundir in rundirs.values():
         try:
-            runs.append(read_run(rundir))
+            runs.append(read_run(rundir, drawing.over))
         except (RecipeError, StorageError) as error:
             if len(rundirs) == 1:
                 raise
@@ -58,8 +72,9 @@ def write_report(opened: Sequence[RunDir], out: Path) -> list[str]:
         raise RecipeError("no run has anything to report:\n  " + "\n  ".join(left_out))
     set_labels(runs)
     notes = left_out + [f"{run.label}: {note}" for run in runs for note in run.notes]
-    write_atomically(out, page(runs, notes))
-    return notes
+    goes_on = any(run.status["state"] not in (None, *ENDED) for run in runs)
+    write_atomically(out, page(runs, notes, drawing if goes_on else replace(drawing, renew_s=0)))
+    return notes, goes_on
 
 
 def _runs_in(folder: RunDir) -> list[RunDir]:
@@ -75,7 +90,7 @@ def _opened(path: Path) -> RunDir:
         return RunDir(path)
 
 
-def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
+def page(runs: Sequence[RunHistory], notes: Sequence[str] = (), drawing: Drawing = Drawing()) -> str:
     """Return the report as HTML."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -84,7 +99,7 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
     template = environment.from_string(shipped("report", "page.html").read_text(encoding="utf-8"))
     figures = [
         (chart, [(kind, Markup(svg)) for kind, svg in drawings(chart, number)])
-        for number, chart in enumerate([*charts_of(runs), progress_chart(runs)])
+        for number, chart in enumerate([*charts_of(runs, drawing.log), progress_chart(runs)])
     ]
     rendered = template.render(
         runs=runs,
@@ -98,6 +113,7 @@ def page(runs: Sequence[RunHistory], notes: Sequence[str] = ()) -> str:
         samples=[(run.label, samples(run)) for run in runs],
         recipe=[(key, [(yaml_text(run.recipe.get(key, "?")), "") for run in runs]) for key in changed_keys(runs)],
         version=version("fsdptrain"),
+        renew_s=drawing.renew_s,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
     # No recipe has a secret, but an error may repeat one.
@@ -120,8 +136,9 @@ def results(run: RunHistory) -> Iterator[tuple[str, str, str]]:
     if not (steps := run.of_kind("step")):
         return
     first, last, trained_s = steps[0], steps[-1], run.totals["total_s"]
-    yield "Training loss", f"{last['loss']:.4f}", f"from {first['loss']:.4f}"
-    losses = RunState.of(run.kept).losses(source := run.recipe.get("eval.best_of"))
+    state = RunState.of(run.kept)
+    yield "Training loss", f"{state.training_loss:.4f}", f"from {first['loss']:.4f}"
+    losses = state.losses(source := run.recipe.get("eval.best_of"))
     if best := by_loss(losses)[:1]:
         of = f"of {source} " if source else ""
         yield "Best held-out loss", f"{losses[best[0]]:.4f}", f"{of}at step {best[0]:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import seconds, size
 
 Points = list[tuple[float, float]]
+AXES = {"steps": ("", 1), "tokens": ("total_tokens", 1), "hours": ("total_s", 3600)}  # what counts them in events; unit
 
 
 @dataclass
@@ -34,6 +36,7 @@ class RunHistory:
     plan: Plan | None  # None: of another version
     notes: list[str]
     label: str = ""
+    over: str = "steps"  # of AXES: what curves are drawn over
     kept: list[Record] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,13 +54,32 @@ class RunHistory:
 
     @cached_property
     def series(self) -> dict[str, dict[str, Points]]:
-        """Kind of event → name → (step, value) of every number in it; one in an object is `object.name`."""
+        """Kind of event → name → (place, value) of every number in it; one in an object is `object.name`."""
         found: dict[str, dict[str, Points]] = {"step": {}, "eval": {}}
         for record in self.kept:
             if record["event"] in found:
+                place = self.place(record["step"])
                 for names, value in numbers_in(record):
-                    found[record["event"]].setdefault(".".join(names), []).append((record["step"], float(value)))
+                    found[record["event"]].setdefault(".".join(names), []).append((place, float(value)))
         return found
+
+    def place(self, step: int) -> float:
+        """Return where a step is on the axis of curves: its number, or what was trained until its end."""
+        if self.over == "steps":
+            return float(step)
+        steps, places = self._places
+        number = bisect.bisect_right(steps, step)
+        return places[number - 1] if number else 0.0
+
+    @cached_property
+    def _places(self) -> tuple[list[int], list[float]]:
+        name, unit = AXES[self.over]
+        kept, before, found = {id(record) for record in self.kept}, 0.0, dict[int, float]()
+        for attempt in self.attempts():
+            steps = [record for record in attempt if record["event"] == "step" and id(record) in kept]
+            found |= {record["step"]: before + record[name] / unit for record in steps}
+            before = found[steps[-1]["step"]] if steps else before  # events count from the start of their attempt
+        return [*found], [*found.values()]
 
     def attempts(self) -> Iterator[list[Record]]:
         """Yield the records of each attempt, from one `start` to the next."""
@@ -106,8 +128,11 @@ def _with_lost_attempts(records: Sequence[Record]) -> Iterator[Record]:
         yield record
 
 
-def read_run(rundir: RunDir) -> RunHistory:
-    """Read a run folder, which nothing locks: the run may go on. Raise RecipeError if it has nothing to report."""
+def read_run(rundir: RunDir, over: str = "steps") -> RunHistory:
+    """Read a run folder, which nothing locks: the run may go on. Its curves are drawn over one of AXES.
+
+    Raises RecipeError if it has nothing to report.
+    """
     notes, status, plan = [], UNKNOWN, None
     tail = Tail(rundir.metrics, from_end=False)
     records = [*tail.read()]
@@ -120,7 +145,7 @@ def read_run(rundir: RunDir) -> RunHistory:
         notes.append(f"state and recipe are not known: {first_line(error)}")
     if not any(record["event"] == "start" for record in records):
         raise RecipeError(f"{rundir.root} has nothing to report yet: {status['why'] or 'no worker has started'}")
-    return RunHistory(rundir, records, status, plan, [*notes, *tail.faults])
+    return RunHistory(rundir, records, status, plan, [*notes, *tail.faults], over=over)
 
 
 def set_labels(runs: Sequence[RunHistory]) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ MAX_BYTES = 2**24  # of a line, and of a file that is one object; the `start` ev
 MAX_DEPTH = 16  # of lists and objects inside each other; a plan has six
 NOT_READ = (*NOTHING_THERE, Unreadable, StorageError)  # errors of a file that is missing, damaged, or out of reach
 SHOWN_FAULTS = 3  # faults of one file that are described; the others are counted
+LOSS_STEPS = 10  # whose mean is called the training loss of a run
 ETA_STEPS = 32  # of which the mean time gives the ETA
 
 
@@ -376,6 +378,7 @@ class RunState:
         self.attempts = 0
         self.ends: list[Record] = []  # what ended the newest attempt: `stop` and `error` events
         self.step_times: deque[float] = deque(maxlen=ETA_STEPS)  # of the newest attempt
+        self._losses: deque[tuple[int, float]] = deque(maxlen=LOSS_STEPS)  # of the newest steps: step, loss
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> RunState:
@@ -428,11 +431,14 @@ class RunState:
             _push(self._trained, {"step": record["step"], "start": self._start})
         self._kept["step"] = [record]
         self.step_times.append(record["step_s"])
+        self._losses.append((record["step"], record["loss"]))
 
     def _undo(self, last: int) -> None:
         for records in (*self._kept.values(), self._trained):
             while records and records[-1]["step"] > last:
                 records.pop()
+        while self._losses and self._losses[-1][0] > last:
+            self._losses.pop()
         self._newest_step = min(self._newest_step, last)
         self._not_compared = max(0, min(self._not_compared, last))
         for kind, records in self._kept.items():
@@ -445,6 +451,11 @@ class RunState:
     def has_trained(self) -> bool:
         """Whether anything was made that a resume can undo."""
         return bool(self.steps_made) or any(self._kept.values())
+
+    @property
+    def training_loss(self) -> float:
+        """The mean loss of the newest LOSS_STEPS steps, of fewer at the beginning; NaN before the first."""
+        return statistics.fmean(loss for _, loss in self._losses) if self._losses else math.nan
 
     @property
     def newest_at(self) -> float | None:

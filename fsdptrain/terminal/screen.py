@@ -35,7 +35,6 @@ class Screen:
         self._rank_memory: list[int] = []  # peak bytes of each rank, as they were last written
         self._last_step_line = 0.0
         self._printed: dict[str, int] = {}  # kind of event → the step of its last line above the live line
-        self._losses: list[float] = []  # of the steps since the last line above the live line
         self._resumed: list[int] = []  # for each start of the workers: the step that it resumed from
         self._label_tokens: list[int] = []  # for each start of the workers: trained so far
         self._line = LiveLine()
@@ -90,7 +89,7 @@ class Screen:
     def _on_start(self, record: Record) -> None:
         self._resumed.append(0)
         self._label_tokens.append(0)
-        self._printed, self._losses = {}, []
+        self._printed = {}
         trained = f" ({record['trainable']:,} trained)" if "trainable" in record else ""
         self.say(
             f"{record['parameters']:,} parameters{trained} on {record['device']}, attention {record['attention']} · "
@@ -133,13 +132,10 @@ class Screen:
         if retries := record.get("alloc_retries"):  # absent on a CPU
             parts.insert(3, Part(4, f"allocator retries {retries}"))
         self._line.show_step(step, total, parts)
-        self._losses.append(record["loss"])
         if self.live and self._is_line_due("step", step, total):
             epoch = f"  epoch {record['epoch']:.2f}" if "epoch" in record else ""
             held_out = f"  held-out {self.last['eval']['loss']:.4f}" if "eval" in self.last else ""
-            mean = statistics.fmean(self._losses)  # of the training loss, since the last such line
-            self.say(f"step {step:>{len(str(total))}}/{total}{epoch}  loss {mean:.4f}{held_out}")
-            self._losses = []
+            self.say(f"step {step:>{len(str(total))}}/{total}{epoch}  loss {self.state.training_loss:.4f}{held_out}")
         if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
             self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
@@ -242,7 +238,7 @@ class Screen:
             f"{rate(step['total_positions'] / step['total_s'])} while training",
             f"peak {least}{self.peak_memory / GIB:.2f} GiB/rank{fullest}",
         ]
-        losses = [f"{sum(self._label_tokens):,} label tokens", f"training loss {step['loss']:.4f}"]
+        losses = [f"{sum(self._label_tokens):,} label tokens", f"training loss {self.state.training_loss:.4f}"]
         losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
         self.say("\n" + " · ".join(speed) + "\n" + " · ".join(losses))
 

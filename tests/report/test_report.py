@@ -8,17 +8,18 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
-from support import fsdptrain, run_folder, sample, write_recipe
+from support import fsdptrain, run_folder, sample, wait_until, write_recipe
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.report.charts import charts_of, progress_chart, short
-from fsdptrain.report.document import check_report, event_rows, facts, page, results, samples, write_report
+from fsdptrain.report.document import Drawing, check_report, event_rows, facts, page, results, samples, write_report
 from fsdptrain.report.history import changed_keys, read_run, set_labels
 from fsdptrain.run_folder.records import EVENTS
 from fsdptrain.run_folder.rundir import RunDir
@@ -209,6 +210,40 @@ def test_a_curve_is_drawn_where_its_values_are(mixed: RunDir) -> None:
         assert pixels == [pytest.approx(pixels[0] + scale * (value - values[0]), abs=0.2) for value in values]
 
 
+@pytest.mark.parametrize(("over", "name", "unit"), [("tokens", "total_tokens", 1), ("hours", "total_s", 3600)])
+def test_curves_are_drawn_over_what_was_trained(over: str, name: str, unit: float, tmp_path: Path) -> None:
+    """An attempt counts from its own start; what was undone counts nothing, as in the totals of the page."""
+    run = Written(tmp_path)
+    for first, last in ((1, 6), (4, 9)):
+        run.start(9)
+        run.event("resume", step=first - 1)
+        run.steps(first, last, 9)
+    run.eval(0, loss=3.0)
+    run.eval(9, loss=2.0)
+    steps, placed = read_run(run.rundir), read_run(run.rundir, over)
+    xs = [x for x, _ in placed.series["step"]["loss"]]
+    assert len(xs) == 9 and xs == sorted({*xs}) and xs[-1] == pytest.approx(steps.totals[name] / unit)
+    assert [value for _, value in placed.series["step"]["loss"]] == [v for _, v in steps.series["step"]["loss"]]
+    assert [x for x, _ in placed.series["eval"]["loss"]] == [0.0, xs[-1]]
+    chart, *_ = charts_of([placed], log=True)
+    assert chart.log and chart.over == over and chart.marks == [xs[2]]
+    read = Reader(page([placed], drawing=Drawing(over, True, 10)))
+    assert read.errors == [] and ("meta", {"http-equiv": "refresh", "content": "10"}) in read.tags
+
+
+def test_a_page_is_written_again_until_its_run_has_ended(tmp_path: Path) -> None:
+    run, out = Written(tmp_path), tmp_path / "r.html"
+    run.start(9)
+    run.steps(1, 2, 9)
+    watching = Thread(target=fsdptrain, args=("report", run.rundir.root, "--out", out, "--watch"))
+    watching.start()
+    wait_until(lambda: out.exists() and "refresh" in out.read_text(), "the first page")
+    run.steps(3, 9, 9)
+    run.event("stop", signal="SIGTERM", step=9)
+    watching.join()
+    assert "refresh" not in out.read_text() and "stopped by SIGTERM after step 9" in out.read_text()
+
+
 def test_several_runs_are_over_one_another_with_the_difference_of_their_recipes(mixed: RunDir, tmp_path: Path) -> None:
     runs = [read_run(mixed), read_run(preferences(tmp_path))]
     set_labels(runs)
@@ -253,12 +288,12 @@ def test_runs_that_cannot_be_shown_are_one_sentence(tmp_path: Path) -> None:
         write_report([empty.rundir], out)
     assert not out.exists()
     empty.start(9)
-    assert write_report([empty.rundir], out) == [] and "No step was trained yet." in out.read_text()
+    assert write_report([empty.rundir], out) == ([], True) and "No step was trained yet." in out.read_text()
     empty.steps(1, 2, 9)
     with empty.rundir.metrics.open("a") as stream:
         stream.write("{damaged\n")
     empty.rundir.plan.write_text("{}")  # of another version
-    noted = write_report([empty.rundir, RunDir(tmp_path / "nowhere")], out)
+    noted, _ = write_report([empty.rundir, RunDir(tmp_path / "nowhere")], out)
     assert [note.partition(": ")[0] for note in noted] == ["left out", "run", "run"]
     assert "state and recipe are not known: " in noted[1] and "line 4: not JSON" in noted[2]
     read = Reader(out.read_text())
