@@ -98,7 +98,8 @@ def row(folder: Path, model: str, nodes: int, gpus: int, hardware: str, rows: in
         return [model, machine, f"{rows:,}", beside, "none fits", "", "", ""]
     best = options[0]
     other = next((option for option in options if divided(option) != divided(best)), None)
-    needed, speed = f"{best['needed_bytes'] / GIB:.1f}", f"{best['tokens_per_s'] / ranks:,.0f}"
+    needed = f"{best['memory_bytes'] / GIB:.1f}, only just" if best["tight"] else f"{best['needed_bytes'] / GIB:.1f}"
+    speed = f"{best['tokens_per_s'] / ranks:,.0f}"
     return [model, machine, f"{rows:,}", beside, f"**{described(best)}**", needed, speed, compared(other, best)]
 
 

@@ -262,7 +262,7 @@ def drawings(chart: Chart, number: int) -> Iterator[tuple[str, str]]:
 
 def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     # The library leaves out the points of a curve that nobody could see.
     style = {"svg.fonttype": "none", "path.simplify_threshold": 0.5, "font.size": 11, "axes.edgecolor": GRID}
@@ -284,7 +284,9 @@ def _draw(chart: Chart, extent: tuple[int, int], salt: str) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=ROUND, integer=chart.over == "steps"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        if axes.get_yscale() == "linear":
+        low, high = axes.get_ylim()
+        axes.yaxis.set_minor_locator(NullLocator())
+        if axes.get_yscale() == "linear" or high < 10 * low:  # else at powers of ten
             axes.yaxis.set_major_locator(MaxNLocator(5, steps=ROUND, integer=chart.whole))
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,9 +150,12 @@ def read_run(rundir: RunDir, over: str = "steps") -> RunHistory:
 
 
 def set_labels(runs: Sequence[RunHistory]) -> None:
-    """Give each run the shortest label that tells it from the others: the recipe's name, else its folder or place."""
+    """Give each run the shortest label that tells it from the others: its name, its folder, or where they part."""
     names = [run.status["name"] or run.rundir.root.name for run in runs]
     folders, places = [run.rundir.root.name for run in runs], [str(run.rundir.root) for run in runs]
+    if len({*places}) > 1:
+        common = os.path.commonpath(places)
+        places = [os.path.relpath(place, common) for place in places]
     chosen = next((labels for labels in (names, folders) if len({*labels}) == len(runs)), places)
     for run, label in zip(runs, chosen, strict=True):
         run.label = label
