@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
-from support import fsdptrain, run_folder, sample, wait_until, write_recipe
+from support import environment, fsdptrain, run_folder, sample, wait_until, write_recipe
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
@@ -235,12 +236,12 @@ def test_a_page_is_written_again_until_its_run_has_ended(tmp_path: Path) -> None
     run, out = Written(tmp_path), tmp_path / "r.html"
     run.start(9)
     run.steps(1, 2, 9)
-    watching = Thread(target=fsdptrain, args=("report", run.rundir.root, "--out", out, "--watch"))
-    watching.start()
+    words = [sys.executable, "-m", "fsdptrain", "report", run.rundir.root, "--out", out, "--watch"]
+    watching = subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL)
     wait_until(lambda: out.exists() and "refresh" in out.read_text(), "the first page")
     run.steps(3, 9, 9)
     run.event("stop", signal="SIGTERM", step=9)
-    watching.join()
+    assert watching.wait(60) == 0
     assert "refresh" not in out.read_text() and "stopped by SIGTERM after step 9" in out.read_text()
 
 
