@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,10 +22,14 @@ from rich.console import Console
 
 import fsdptrain
 from fsdptrain.checkpoint.resume import EarlierAttempts
+from fsdptrain.cli import find_recipe
 from fsdptrain.plan.plan import Plan
 from fsdptrain.report.run_banner import heading
 from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
+from fsdptrain.validation.findings import show_section
+from fsdptrain.validation.request import make_request, run_dry_run
 
 DOCS = Path(__file__).parent.absolute()
 ROOT = DOCS.parent
@@ -48,7 +53,26 @@ def terminal(picture: Path) -> None:
         if event["event"] == "step" and event["step"] == steps[len(steps) // 2]:
             console.print(screen._line, soft_wrap=False)
     screen.summary(events[-1]["at"] - events[0]["at"])
-    picture.write_text(console.export_svg(title="fsdptrain"), encoding="utf-8")
+    write_svg(console, picture)
+
+
+def advise(picture: Path) -> None:
+    """Record the search for plans of a shipped recipe, without the notes that depend on this machine."""
+    words = ["llama3.1-8b-full-shard-8xh100", "--hardware", "h100", "--advise"]
+    outcome = run_dry_run(make_request(find_recipe(words[0], None), "h100", advise=True), Screen(Console(quiet=True)))
+    console = Console(record=True, file=io.StringIO(), width=116, force_terminal=True, highlight=False, soft_wrap=True)
+    page = Page(console)
+    page.say(f"$ fsdptrain validate {' '.join(words)}\n{outcome.verdict}")
+    for title, items in outcome.sections:
+        if title == "Other plans for the same job":
+            show_section(title, items, page)
+    write_svg(console, picture)
+
+
+def write_svg(console: Console, picture: Path) -> None:
+    """Write what a console recorded, in whatever font with fixed widths the reader has: none is loaded."""
+    drawn = console.export_svg(title="fsdptrain")
+    picture.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
 
 
 def report(picture: Path) -> None:
@@ -115,6 +139,7 @@ def command(*words: Path | str) -> None:
 
 PICTURES = {
     "terminal.svg": terminal,
+    "advise.svg": advise,
     "report.png": report,
     "report-two.png": report_two,
     "step.png": step,
