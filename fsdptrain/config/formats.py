@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 LongRows = Literal["split", "cut", "drop"]
+UNITS = ("label token", "row", "pair")  # by `Format.answers`: over what a loss is a mean
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
 PROMPT: Names = (
@@ -26,14 +27,15 @@ class Format(StrEnum):
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
     those before it are its prompt. `long_rows`: the default of `data.long_rows`.
     `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
-    there is such a column. `is_paired`: a row has two answers, each a text or messages, to be told apart by DPO.
+    there is such a column. `answers`: how many answers of a row an objective judges as wholes, each a text or messages;
+    0: none, it learns tokens.
     """
 
     fields: dict[str, Names]
     long_rows: LongRows
     is_chat: bool
     optional: dict[str, Names]
-    is_paired: bool
+    answers: int
 
     text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
     prompt_completion = (
@@ -50,7 +52,7 @@ class Format(StrEnum):
     )  # fmt: skip
     preference = (
         "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
-        False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, True,
+        False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, 2,
     )  # fmt: skip
 
     def __new__(
@@ -60,29 +62,34 @@ class Format(StrEnum):
         long_rows: LongRows,
         is_chat: bool = False,
         optional: dict[str, Names] | None = None,
-        is_paired: bool = False,
+        answers: int = 0,
     ) -> Format:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.fields, member.long_rows, member.is_chat = fields, long_rows, is_chat
-        member.optional, member.is_paired = optional or {}, is_paired
+        member.optional, member.answers = optional or {}, answers
         return member
 
     @property
     def has_prompt(self) -> bool:
         """Whether a row has fields before the one that is trained, with `data.separator` between them."""
-        return len(self.fields) > 1 and not self.is_paired
+        return len(self.fields) > 1 and not self.answers
 
     @property
     def rows(self) -> int:
         """How many rows of tokens belong together: the two answers of a pair."""
-        return 1 + self.is_paired
+        return max(1, self.answers)
+
+    @property
+    def unit(self) -> str:
+        """What a loss on its rows is a mean over."""
+        return UNITS[self.answers]
 
     @property
     def renders_chat(self) -> bool:
         """Whether rows are conversations, or may be."""
-        return self.is_chat or self.is_paired
+        return self.is_chat or self.answers > 0
 
     @property
     def is_trained_in_part(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE, Objective
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, ComputeDtype, Dtype, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
@@ -15,7 +16,7 @@ from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 GATHERS = {"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]}
 PARTLY_TRAINED = {"data.format": [form for form in Format if form.is_trained_in_part]}
 RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
-DPO = {"train.objective": ["dpo"]}
+DPO = {"train.objective": [Objective.dpo]}
 
 
 def key(default: Any, **limits: Any) -> Any:
@@ -123,7 +124,7 @@ class SourceKeys:
     columns: dict[str, Any] = key({}, values=(str, list[str]))
     train_on: Literal["all", "completion"] = key("completion", needs=PARTLY_TRAINED, unset="all")
     separator: str = key(
-        "", needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]}, any_text=True
+        "", needs={"data.format": [form for form in Format if form.has_prompt or form.answers]}, any_text=True
     )
     long_rows: LongRows | None = key(None, needs={"data.packing": ["bfd", "none"]})
     turns: Literal["all", "last", "split"] = key(
@@ -386,7 +387,7 @@ class Train:
     steps: int | None = key(None, at_least=1)
     global_batch_size: int = key(64, at_least=1)
     micro_batch_size: int = key(1, at_least=1)
-    objective: Literal["next_token", "dpo"] = "next_token"
+    objective: Objective = DEFAULT_OBJECTIVE
     dpo: Dpo = field(default_factory=Dpo)
     loss: Literal["chunked", "plain"] = "chunked"
     compile: Any = key("auto", forms=("auto", bool))
@@ -564,4 +565,4 @@ class Recipe:
     @property
     def documents_share_sequences(self) -> bool:
         """Whether a sequence may hold several documents: packed rows, or the two answers of a pair, never packed."""
-        return self.data.packing != "none" or self.train.objective == "dpo"
+        return self.data.packing != "none" or self.train.objective.shares_sequences

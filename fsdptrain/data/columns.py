@@ -355,7 +355,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checke
             columns[field] = names
     wanted = list(dict.fromkeys(chain(wanted, *columns.values())))
     form, known = data.format, {*wanted, *(name for name in source.columns if name.lower() in HARMLESS)}
-    check = _preference_fields if form.is_paired else _conversation_fields if form.is_chat else _text_fields
+    check = _preference_fields if form.answers else _conversation_fields if form.is_chat else _text_fields
     silent = [name for name in source.columns if name not in known] if source.selects else []
     for place, row in source.rows([name for name in wanted if name in source.columns]):
         if isinstance(row, DataError):
@@ -438,7 +438,7 @@ def prompts_and_trained(row: dict[str, Any], data: Data) -> list[tuple[str, str]
 
     Of a pair they are the prompt and each of its answers.
     """
-    if data.format.is_paired:
+    if data.format.answers:
         return [(row["prompt"], row[field]) for field in data.format.fields]
     *before, trained = data.format.fields
     return [("".join(row[field] + data.separator for field in before), row[trained])]
@@ -480,7 +480,7 @@ def _columns_and_format(source: Source) -> str:
     row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
-    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
+    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.answers]
     form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
     example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
     return (

@@ -117,7 +117,7 @@ class EncodedRows:
     uint32 [rows read] tokens of every row, or pair, before it was cut or dropped; `notes` counts of rows that were
     read, split, cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens;
     `name` the digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if
-    several may be of one. `paired`: every two rows are a pair, chosen and rejected, which stay in one sequence.
+    several may be of one. `answers` as in `Format`: of 2, every two rows are a pair, which stay in one sequence.
     `unread`: what the rows hold that is not read → how often, and the place of the first.
     """
 
@@ -132,13 +132,13 @@ class EncodedRows:
     name: str
     digest: str
     conversations: Array | None = field(default=None, kw_only=True)
-    paired: bool = field(default=False, kw_only=True)
+    answers: int = field(default=0, kw_only=True)
     unread: dict[str, tuple[int, str]] = field(default_factory=dict, kw_only=True)
 
     @property
     def wholes(self) -> Ints:
         """The offsets of what is not divided among data sets: of rows, or of pairs."""
-        return self.ends[::2] if self.paired else self.ends
+        return self.ends[:: max(1, self.answers)]
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ class Corpus(EncodedRows):
         return int(self.labels[list(numbers)].sum())
 
     def divisor(self, numbers: Sequence[int]) -> int:
-        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
-        if self.paired:
-            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
+        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, pairs or rows."""
+        if self.answers:
+            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // self.answers
         return self.label_tokens(numbers)
 
     @property
@@ -221,12 +221,12 @@ class Corpus(EncodedRows):
         return dataclasses.replace(
             self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
             pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
-            labels=np.zeros_like(lengths), paired=False,
+            labels=np.zeros_like(lengths), answers=0,
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:
         """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧; of a long part, both ends."""
-        return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
+        return "\n".join(self._show_row(row, tokenizer) for row in range(max(1, self.answers)))
 
     def _show_row(self, row: int, tokenizer: Any) -> str:
         begin, end = self.ends[row : row + 2].tolist()
@@ -332,7 +332,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
         if corpus.count_padding:
             positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
         lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
-        if corpus.paired:
+        if corpus.answers:
             of_rows = corpus.rows_of([number])
             references.append(np.zeros(len(of_rows)) if corpus.reference is None else corpus.reference[of_rows])
     documents, longest = document_bounds(lengths)
@@ -344,7 +344,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
         "documents": documents,
         "longest": longest,
     }
-    if rows[0][0].paired:
+    if rows[0][0].answers:
         batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
         batch["reference"] = torch.from_numpy(np.concatenate(references))
     return batch

@@ -579,7 +579,7 @@ def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None =
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {count} rows leaves none {use}")
-            if rows.paired:
+            if rows.answers == 2:
                 pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
@@ -656,7 +656,7 @@ def open_rows(
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name, paired=data.format.is_paired,
+        name=folder.name, answers=data.format.answers,
         unread=unread_in(folder, path),
     )  # fmt: skip
 

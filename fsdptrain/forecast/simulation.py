@@ -122,8 +122,8 @@ def batch_of_zeros(plan: Plan) -> Batch:
         "input_ids": ids, "labels": labels, "position_ids": positions, "is_token": torch.ones_like(ids).bool(),
         "documents": documents, "longest": seq_len,
     }  # fmt: skip
-    if plan.recipe.train.objective == "dpo":
-        batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(2, dtype=torch.float64)}
+    if answers := plan.recipe.train.objective.answers:
+        batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(answers, dtype=torch.float64)}
     return batch
 
 

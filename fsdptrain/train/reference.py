@@ -1,4 +1,4 @@
-"""The log-probabilities of preferences under the reference, which is the model as it starts: computed once, and kept.
+"""The log-probabilities of answers under the reference, which is the model as it starts: computed once, and kept.
 
 No second model is held. A resume cannot compute them from trained weights, so the run folder has them, with checksums.
 """
@@ -27,12 +27,12 @@ Sums = dict[str, np.ndarray[Any, np.dtype[np.float64]]]  # digest of rows → fo
 
 
 def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointer: Checkpointer) -> Inputs:
-    """Return the inputs with the reference's log-probabilities, if the run learns from preferences; collective.
+    """Return the inputs with the reference's log-probabilities, if the objective needs them; collective.
 
     They are computed with the weights of the engine, which are those of the start, or read by a resume. Raises
     CheckpointError if a resume does not find them, Stopped after a stop signal, and NonFiniteError.
     """
-    if inputs.plan.recipe.train.objective != "dpo":
+    if not inputs.plan.recipe.train.objective.needs_reference:
         return inputs
     stream, eval_corpus, folder = inputs.stream, inputs.eval_corpus, session.rundir.reference
     corpora = [*stream.corpus.parts, *(eval_corpus.parts if inputs.held_out else [])]

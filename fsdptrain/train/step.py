@@ -28,7 +28,8 @@ from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.expert_parallel import ExpertLoads
 from fsdptrain.model.float8 import unrounded
-from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
+from fsdptrain.model.loss import Divisor
+from fsdptrain.model.objectives import answers_loss, sum_answers
 from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
@@ -69,7 +70,7 @@ class StepStats:
     rank when it last read, 0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the
     allocator since the process began; `data_s` (the wait for data, 0 if the device had work left from the step
     before) and `compute_s` (the forward passes of the decoder layers) in seconds. `expert_load` is that of
-    `ExpertLoads`. `measures` are the means of MEASURES over the pairs, if it learns from them.
+    `ExpertLoads`. `measures` are the means of `Objective.measures` over its units.
     """
 
     loss: float
@@ -131,8 +132,8 @@ class Engine:
         counts = [0.0 if name in repeated else 1.0 for name, _ in trained]
         shares = world.replicas * torch.tensor(counts, dtype=torch.float64) / torch.tensor(copies)
         self._norm_shares = send(shares, self._shard_device)
-        pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
-        self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
+        self._measured = plan.recipe.train.objective.measures
+        self._measures = torch.zeros(len(self._measured), dtype=torch.float64, device=world.device)  # sums over units
         # Ranks with heads of their own have them for all tokens of their group.
         whole = world.tensor is not None and not divides_attention(model) and world.sharers is not None
         self._exchange = varlen.Exchange(world.sharers) if whole and world.sharers else world.context
@@ -143,7 +144,7 @@ class Engine:
     ) -> QueuedStep:
         """Queue optimizer step number `step` (from 0) on this rank's micro-batches; `read` returns its numbers.
 
-        `divisor` counts the label tokens (or pairs) of the global batch; the loss is the sum over all of them divided
+        `divisor` counts the units of the global batch (`Objective.unit`); the loss is the sum over all of them divided
         by it. `stop` (a stop request) and `data_s` are this rank's own. Nothing is updated if loss or gradient of any
         rank is not finite, in this step or in an earlier one that was not read yet.
         """
@@ -204,7 +205,7 @@ class Engine:
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
             expert_load=float(loads[0].max()) if loads else 0.0,
-            measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
+            measures=dict(zip(self._measured, (float(each.sum()) for each in measures), strict=True)),
         )
 
     def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> torch.Tensor:
@@ -252,10 +253,10 @@ class Engine:
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: Divisor, chunk: int = 0, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
+        """Return the loss summed over the units of a micro-batch, divided by `divisor`, in float32.
 
-        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Of a pipeline, `chunk` is
-        the rank's stage and `hidden` its input; stages but the last return hidden states. Raises RecipeError if the
+        Sums over its units are added to those of the measures. It is 0 if all labels are masked. Of a pipeline, `chunk`
+        is the rank's stage and `hidden` its input; stages but the last return hidden states. Raises RecipeError if the
         architecture cannot be computed with these units or dtypes.
         """
         try:
@@ -297,8 +298,8 @@ class Engine:
         if not self.stages.is_last(chunk):
             states: torch.Tensor = self.model(**self._inputs(batch, chunk, hidden))
             return states
-        if train.objective == "dpo":
-            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.sharers)
+        if train.objective.answers:
+            loss, measures = answers_loss(train, self._log_probs(batch), batch, divisor, self.world.sharers)
             self._measures += measures
             return loss
         inputs = self._inputs(batch, chunk, hidden)
@@ -405,7 +406,7 @@ class Engine:
                 self.stages.evaluate(len(mine), batches[0]["input_ids"].shape, functools.partial(forward, batches))
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
         loss_sum, *sums = (self.world.gather(torch.cat([total[None], self._measures])).sum(axis=0) / divisor).tolist()
-        return loss_sum, tokens, dict(zip(MEASURES, sums, strict=bool(sums)))
+        return loss_sum, tokens, dict(zip(self._measured, sums, strict=True))
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
@@ -428,7 +429,7 @@ class Engine:
             for i, mine in enumerate(shares):
                 on_batch(i, len(shares))
                 batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
-                sums, _ = answer_sums(self._log_probs(batch), batch, self.world.sharers)
+                sums = sum_answers(self._log_probs(batch), batch, self.world.sharers).sums
                 rows.append(corpus.rows_of(mine))
                 found.append(sums.cpu())
                 self.on_progress()

@@ -281,9 +281,9 @@ def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> It
     train, wanted = plan.recipe.train, plan.recipe.eval
     forward_s = step_s / 3  # of a global batch: backward takes twice as long
     held_out_s = data["eval_sequences"] / train.global_batch_size * forward_s
-    if train.objective == "dpo":
+    if train.objective.needs_reference:
         reference_s = data["sequences"] / train.global_batch_size * forward_s + held_out_s
-        yield f"before step 1, the reference reads all pairs: about {duration(reference_s)}"
+        yield f"before step 1, the reference reads all {train.objective.unit}s: about {duration(reference_s)}"
     if data["eval_sequences"]:
         often = 1 + -(-data["steps"] // (wanted.every or data["steps"]))
         micro_batches = -(-len(wanted.prompts) // train.micro_batch_size)  # every rank computes all of them
