@@ -17,6 +17,7 @@ PROMPT: Names = (
     "prompt", ("instruction", "input"), ("instruction", "context"), "instruction", ("question", "context"), "question",
     "query", "problem", "input", "inputs",
 )  # fmt: skip
+COMPLETION: Names = ("completion", "output", "response", "answer", "solution", "target", "targets", "answers")
 TOOLS: Names = ("tools", "functions")
 SYSTEM: Names = ("system", "system_prompt", "system_message")
 
@@ -40,15 +41,15 @@ class Format(StrEnum):
     text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
     prompt_completion = (
         "prompt_completion",
-        {
-            "prompt": PROMPT,
-            "completion": ("completion", "output", "response", "answer", "solution", "target", "targets", "answers"),
-        },
-        "cut", False, {"system": SYSTEM},
+        {"prompt": PROMPT, "completion": COMPLETION}, "cut", False, {"system": SYSTEM},
     )  # fmt: skip
     chat = (
         "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
         True, {"tools": TOOLS, "system": SYSTEM},
+    )  # fmt: skip
+    feedback = (
+        "feedback", {"completion": (*COMPLETION, "messages", "conversations"), "label": ("label", "kto_tag")}, "cut",
+        False, {"prompt": PROMPT, "tools": TOOLS, "system": SYSTEM}, 1,
     )  # fmt: skip
     preference = (
         "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
@@ -80,6 +81,16 @@ class Format(StrEnum):
     def rows(self) -> int:
         """How many rows of tokens belong together: the two answers of a pair."""
         return max(1, self.answers)
+
+    @property
+    def text_fields(self) -> list[str]:
+        """The fields that are texts or messages: of judged answers, those without a prompt."""
+        return [*self.fields][: self.answers or None]
+
+    @property
+    def has_label(self) -> bool:
+        """Whether a row says if its answer is desirable."""
+        return "label" in self.fields
 
     @property
     def unit(self) -> str:

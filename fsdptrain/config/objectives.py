@@ -6,14 +6,18 @@ section with its keys to `config.schema`, and its loss to `LOSSES` of `model.obj
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from fsdptrain.config.formats import Format
 
 OF_PAIRS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
+OF_ROWS = ("rewards_desirable", "rewards_undesirable", "margin", "kl")
+MARGIN = "margin"  # the difference between the means of the two measures before it
 SHOWN = {  # measures in tables, in their order → title and form
-    "accuracy": ("accuracy", ".1%"), "margin": ("margin", ".4f"), "rewards_chosen": ("chosen", "+.4f"),
-    "rewards_rejected": ("rejected", "+.4f"),
+    "accuracy": ("accuracy", ".1%"), MARGIN: (MARGIN, ".4f"), "kl": ("KL", ".4f"),
+    "rewards_chosen": ("chosen", "+.4f"), "rewards_rejected": ("rejected", "+.4f"),
+    "rewards_desirable": ("desirable", "+.4f"), "rewards_undesirable": ("undesirable", "+.4f"),
 }  # fmt: skip
 
 
@@ -32,7 +36,26 @@ class Objective(StrEnum):
     source: str
 
     next_token = "next_token", "predict the trained tokens"
-    dpo = "dpo", "prefer the chosen answer of each pair to the rejected one", 2, OF_PAIRS, True, "arXiv:2305.18290"
+    dpo = (
+        "dpo", "prefer the chosen answer of each pair to the rejected one", 2, OF_PAIRS, True,
+        "Rafailov et al., arXiv:2305.18290",
+    )  # fmt: skip
+    ipo = (
+        "ipo", "prefer it by a fixed margin, which does not grow without end where all agree", 2, OF_PAIRS, True,
+        "Azar et al., arXiv:2310.12036",
+    )  # fmt: skip
+    simpo = (
+        "simpo", "prefer it by its mean log-probability, without a reference", 2, OF_PAIRS, False,
+        "Meng et al., arXiv:2405.14734",
+    )  # fmt: skip
+    orpo = (
+        "orpo", "fine-tune on it, and prefer it by its odds, without a reference", 2, OF_PAIRS, False,
+        "Hong et al., arXiv:2403.07691",
+    )  # fmt: skip
+    kto = (
+        "kto", "make desirable answers likelier and undesirable ones less likely", 1, OF_ROWS, True,
+        "Ethayarajh et al., arXiv:2402.01306",
+    )  # fmt: skip
 
     def __new__(
         cls,
@@ -64,6 +87,24 @@ class Objective(StrEnum):
     def shares_sequences(self) -> bool:
         """Whether a sequence has several documents even if rows are not packed: the two answers of a pair."""
         return self.answers > 1
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether a step begins with a forward pass over mismatched rows: prompts with the answers of other rows."""
+        return "kl" in self.measures
+
+    @property
+    def averaged(self) -> list[str]:
+        """The measures that each unit has, or some units."""
+        return [name for name in self.measures if name != MARGIN]
+
+    def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """Return the measures from the sums of those that are averaged, and over how many units; without those of 0."""
+        pairs = zip(self.averaged, sums, counts, strict=True)
+        found = {name: total / count for name, total, count in pairs if count}
+        if self.measures and {*self.measures[:2]} <= found.keys():
+            found[MARGIN] = found[self.measures[0]] - found[self.measures[1]]
+        return {name: found[name] for name in self.measures if name in found}
 
     @classmethod
     def usual(cls, form: Format) -> Objective:

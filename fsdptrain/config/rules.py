@@ -198,14 +198,13 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
     data, objective, form = recipe.data, recipe.train.objective, recipe.data.format
-    if form.answers:
-        if form not in objective.formats:
-            fitting = " or ".join(each for each in Objective if form in each.formats)
-            yield Problem(f"{form} is trained with train.objective: {fitting}: set it", "data.format")
-    elif objective.answers:
-        [wanted] = objective.formats
-        fields = ", ".join(("prompt", *wanted.fields))
-        message = f"{form} has no {objective.unit}s for train.objective: {objective}: use {wanted} ({fields})"
+    if form not in objective.formats:
+        fitting = " or ".join(each for each in Objective if form in each.formats)
+        wanted = " or ".join(
+            f"{each} ({', '.join(('prompt', *each.fields))})" for each in objective.formats if each.answers
+        )
+        way_out = f", or data.format: {wanted}" if wanted else ""
+        message = f"{form} cannot be trained with train.objective: {objective}: use train.objective: {fitting}{way_out}"
         yield Problem(message, "data.format")
     if not form.answers:
         return

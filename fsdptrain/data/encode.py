@@ -86,6 +86,8 @@ class Encoder:
             found: Iterator[Row] = itertools.islice(encoded, len(made))
             if "place" not in row:  # for a conversation, the template decides what begins and ends it
                 found = itertools.starmap(self._with_begin_and_end, found)
+            if self.data.format.has_label:  # see `corpus.EncodedRows`
+                found = ((ids, bytes([row["label"]]) + mask[1:]) for ids, mask in found)
             for whole in zip(*[found] * self.data.format.rows, strict=True):
                 self.lengths.append(sum(len(ids) for ids, _ in whole))
                 if all(TRAINED in mask[1:] for _, mask in whole):
@@ -103,7 +105,7 @@ class Encoder:
                     f"{row['place']}: the tokenizer has no chat template, which messages need: set data.chat_template"
                 )
             prompt = row["prompt"] if form.answers else []
-            talks = [prompt + row[field] for field in form.fields]
+            talks = [prompt + row[field] for field in form.text_fields]
             return [each for talk in talks for each in render(talk, row.get("tools"), row["place"], len(prompt))]
         is_all = not form.answers and (data.train_on == "all" or not form.has_prompt)
         parts = prompts_and_trained(row, data)

@@ -46,7 +46,8 @@ DEFAULT_SEQ_LEN = 2048  # or as many positions as the model has
 class Score:
     """What a model scored on rows with so many label tokens; `units` are those of `Objective.unit`.
 
-    `totals` are sums over the units: of their losses and, of answers, of the measures of the run's objective.
+    `totals` are sums over the units: of their losses and, of answers, of the measures of the run's objective, and
+    how many units have each of these.
     """
 
     rows: int
@@ -56,8 +57,10 @@ class Score:
 
     def report(self, objective: Objective) -> dict[str, Any]:
         """Return it for JSON."""
-        loss, *measures = (self.totals / self.units).tolist()
-        found = dict(zip(objective.measures, measures, strict=False)) or {"perplexity": math.exp(min(loss, 700.0))}
+        loss, *measures = self.totals.tolist()
+        loss /= self.units
+        sums, counts = measures[: len(measures) // 2], measures[len(measures) // 2 :]
+        found = objective.means(sums, counts) if measures else {"perplexity": math.exp(min(loss, 700.0))}
         return {"loss": loss, **found, "tokens": self.tokens, "rows": self.rows}
 
 
@@ -175,15 +178,36 @@ def _score_answers(opened: OpenedModel, corpus: Corpus, progress: Progress) -> S
     """Return the score by the objective of the run; the reference is the model with which the run began."""
     assert opened.plan is not None
     train = opened.plan.recipe.train
-    now, answers = (torch.cat(each) for each in zip(*_log_probs(opened.model, corpus, progress), strict=True))
-    of_labels: Any = {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
+    sets = [corpus, _mismatched(corpus)] if train.objective.estimates_kl else [corpus]
+    own = [_judged(opened.model, each, progress) for each in sets]
     if train.objective.needs_reference:
         with opened.reference() as reference:
-            before = torch.cat([log_probs for log_probs, _ in _log_probs(reference, corpus, progress)])
-        of_labels["reference"] = sum_answers(before, of_labels, None).sums
-    loss, measures = answers_loss(train, now, of_labels, 1)
-    totals = np.array([float(loss), *measures.tolist()])
-    return Score(corpus.notes["rows"], len(now), corpus.divisor(range(len(corpus))), totals)
+            for (_, batch), each in zip(own, sets, strict=True):
+                batch["reference"] = sum_answers(*_judged(reference, each, progress), None).sums
+    log_probs, batch = own[0]
+    for others in own[1:]:
+        batch["kl"] = sum_answers(*others, None).ratios.mean().clamp(min=0)
+        batch["desirable"] = torch.from_numpy(np.concatenate([corpus.trained[a : a + 1] for a in corpus.pieces[:, 0]]))
+    loss, measures = answers_loss(train, log_probs, batch, 1)
+    totals = np.array([float(loss), *measures.flatten().tolist()])
+    return Score(corpus.notes["rows"], len(log_probs), corpus.divisor(range(len(corpus))), totals)
+
+
+def _judged(model: Any, corpus: Corpus, progress: Progress) -> tuple[torch.Tensor, Any]:
+    """Return the log-probability of each label, and what `sum_answers` reads of a batch: to which answer it belongs."""
+    log_probs, answers = (torch.cat(each) for each in zip(*_log_probs(model, corpus, progress), strict=True))
+    return log_probs, {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
+
+
+def _mismatched(corpus: Corpus) -> Corpus:
+    """Return a corpus of the mismatched rows, in the order of the pieces."""
+    tokens, trained = zip(*map(corpus.mismatched_row, corpus.pieces), strict=True)
+    lengths = np.array([len(row) for row in tokens])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    pieces = np.stack([ends[:-1], lengths, ends[1:]], axis=1)
+    return dataclasses.replace(
+        corpus, tokens=np.concatenate(tokens), trained=np.concatenate(trained), ends=ends, pieces=pieces
+    )
 
 
 def _log_probs(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
