@@ -299,9 +299,9 @@ Columns = dict[str, list[str]]  # field → its columns
 Checked = tuple[dict[str, Any], int]  # a row with the fields of its format; how many characters it has as JSON
 LABELS = ("label", "kto_tag")  # columns that say whether an answer is good, if they are true or false
 LABEL_WORDS = {  # what a label is as text, in lower case → whether the answer is desirable
-    **dict.fromkeys(("true", "1", "1.0", "desirable", "good", "chosen"), True),
-    **dict.fromkeys(("false", "0", "0.0", "undesirable", "bad", "rejected"), False),
-}
+    "true": True, "1": True, "1.0": True, "desirable": True,
+    "false": False, "0": False, "0.0": False, "undesirable": False,
+}  # fmt: skip
 
 
 def peek(path: DataPath, data: Data, template: str | None = None) -> tuple[list[str], list[dict[str, Any]]]:
@@ -462,14 +462,11 @@ def seam_without_space(rows: list[dict[str, Any]], data: Data) -> str | None:
 def _label_of_answers(source: Source) -> str | None:
     """Return the column that says whether the answer of a row is good, as data for KTO has; None without one."""
     for name in (name for name in LABELS if name in source.columns):
-        rows = [row for _, row in islice(source.rows([name]), PEEKED_ROWS) if isinstance(row, dict)]
-        if rows and all(isinstance(row.get(name), bool) or _is_word(row.get(name)) for row in rows):
+        labels = [row.get(name) for _, row in islice(source.rows([name]), PEEKED_ROWS) if isinstance(row, dict)]
+        words = [str(label).lower() for label in labels if isinstance(label, bool | str)]  # numbers may be classes
+        if words and len(words) == len(labels) and all(word.isalpha() and word in LABEL_WORDS for word in words):
             return name
     return None
-
-
-def _is_word(label: Any) -> bool:
-    return isinstance(label, str) and label.lower() in LABEL_WORDS and not label[:1].isdigit()
 
 
 def unknown_columns_error(path: DataPath) -> DataError:
@@ -563,9 +560,9 @@ def _answer_fields(columns: Columns, row: dict[str, Any], place: str, data: Data
     Without a prompt it is what two answers begin with (as in TRL): whole messages, or whole words; of a single
     conversation it is what is before the last message.
     """
-    fields, label = ["prompt", *data.format.text_fields], {}
+    fields, label = ["prompt", *data.format.text_fields], dict[str, Any]()
     if data.format.has_label:
-        label = {"label": _read_label(row, columns["label"][0], place)}
+        label["label"] = _read_label(row, columns["label"][0], place)
     names, given = [columns[field][0] for field in fields[1:]], columns.get("prompt", [])
     has_prompt = any(row.get(name) is not None for name in given)
     if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in (*names, *given)):
@@ -573,10 +570,8 @@ def _answer_fields(columns: Columns, row: dict[str, Any], place: str, data: Data
         prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
         for name, answer in zip(names, answers, strict=True):
             _count_untrained(answer, row[name], place, unread)
-        found = dict(zip(fields[1:], answers, strict=True)) | _conversation(
-            columns, prompt, row, place, unread, "prompt"
-        )
-        return found | label
+        label |= _conversation(columns, prompt, row, place, unread, "prompt")
+        return dict(zip(fields[1:], answers, strict=True)) | label
     texts = [_check_text(row, name, place=place) for name in names]
     system = _system_text(columns, row, place)
     system = system and f"{system}\n\n"

@@ -2,7 +2,7 @@
 
 Terms:
 
-    row       one document or conversation, as tokens; of preferences, a prompt with one of its answers
+    row       one document or conversation, as tokens; of answers that are judged, a prompt with one of them
     piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
     sequence  `seq_len` tokens: a row of a batch
 
@@ -181,17 +181,11 @@ class Corpus(EncodedRows):
         targets = slice(start + 1, min(start + length + 1, end))
         return self.tokens[start : start + length], _labels(self.tokens[targets], self.trained[targets])
 
-    @functools.cached_property
-    def _starts(self) -> Ints:
-        return np.sort(self.pieces[:, 0])
-
     def mismatched(self, piece: Ints) -> tuple[Array, Array]:
-        """Return what `row` does of the row's prompt with the answer of the row before it in the data, cyclic."""
-        tokens, trained = self.mismatched_row(piece)
-        return tokens, _labels(tokens[1:], trained[1:])
+        """Return what `row` does of the row's prompt with the answer of the row before it in the data, cyclic.
 
-    def mismatched_row(self, piece: Ints) -> tuple[Array, Array]:
-        """Return tokens and flags of what `mismatched` returns."""
+        So it depends on the data alone, not on what is in a batch.
+        """
         start, end = int(piece[0]), int(piece[2])
         other = int(self._starts[np.searchsorted(self._starts, start) - 1])
         other_end = int(self.ends[np.searchsorted(self.ends, other, side="right")])
@@ -200,7 +194,16 @@ class Corpus(EncodedRows):
         tokens, trained = (
             np.concatenate([of[prompt], of[answer]])[: self.seq_len] for of in (self.tokens, self.trained)
         )
-        return tokens, trained
+        return tokens, _labels(tokens[1:], trained[1:])
+
+    @functools.cached_property
+    def _starts(self) -> Ints:
+        return np.sort(self.pieces[:, 0])
+
+    def desirable(self, number: int) -> Array:
+        """Return which answers of a sequence are desirable, if they are judged one by one: bool [pieces]."""
+        firsts = [self.trained[start : start + 1] for start in self.pieces_of(number)[:, 0]]
+        return np.concatenate([np.zeros(0, bool), *firsts])
 
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
@@ -346,10 +349,7 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     """Return these sequences, each a number in its corpus, as the rows of a micro-batch; see `Corpus.batch`."""
     batch = _batch_of(rows, Corpus.row, 0)
     if rows[0][0].answers == 1:
-        firsts = [
-            corpus.trained[start : start + 1] for corpus, number in rows for start in corpus.pieces_of(number)[:, 0]
-        ]
-        batch["desirable"] = torch.from_numpy(np.concatenate([np.zeros(0, bool), *firsts]))
+        batch["desirable"] = torch.from_numpy(np.concatenate([corpus.desirable(number) for corpus, number in rows]))
         batch["mismatched"] = _batch_of(rows, Corpus.mismatched, 1)
     return batch
 

@@ -563,6 +563,8 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
     if empty := notes.get("empty_files"):
         found_divided.append(f"{counted(empty, 'empty file')} skipped")
+    if "desirable" in notes:
+        found_divided.append(f"{share(notes['desirable'], len(rows.ends) - 1, 'answer')} are desirable")
     if notes.get("divided"):
         found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
     return found_lost, found_divided

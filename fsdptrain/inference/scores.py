@@ -57,10 +57,8 @@ class Score:
 
     def report(self, objective: Objective) -> dict[str, Any]:
         """Return it for JSON."""
-        loss, *measures = self.totals.tolist()
-        loss /= self.units
-        sums, counts = measures[: len(measures) // 2], measures[len(measures) // 2 :]
-        found = objective.means(sums, counts) if measures else {"perplexity": math.exp(min(loss, 700.0))}
+        loss, measures = float(self.totals[0]) / self.units, self.totals[1:].reshape(2, -1)
+        found = objective.means(*measures.tolist()) if measures.size else {"perplexity": math.exp(min(loss, 700.0))}
         return {"loss": loss, **found, "tokens": self.tokens, "rows": self.rows}
 
 
@@ -187,7 +185,7 @@ def _score_answers(opened: OpenedModel, corpus: Corpus, progress: Progress) -> S
     log_probs, batch = own[0]
     for others in own[1:]:
         batch["kl"] = sum_answers(*others, None).ratios.mean().clamp(min=0)
-        batch["desirable"] = torch.from_numpy(np.concatenate([corpus.trained[a : a + 1] for a in corpus.pieces[:, 0]]))
+        batch["desirable"] = torch.from_numpy(np.concatenate([*map(corpus.desirable, range(len(corpus)))]))
     loss, measures = answers_loss(train, log_probs, batch, 1)
     totals = np.array([float(loss), *measures.flatten().tolist()])
     return Score(corpus.notes["rows"], len(log_probs), corpus.divisor(range(len(corpus))), totals)
@@ -201,13 +199,12 @@ def _judged(model: Any, corpus: Corpus, progress: Progress) -> tuple[torch.Tenso
 
 def _mismatched(corpus: Corpus) -> Corpus:
     """Return a corpus of the mismatched rows, in the order of the pieces."""
-    tokens, trained = zip(*map(corpus.mismatched_row, corpus.pieces), strict=True)
+    tokens, labels = zip(*map(corpus.mismatched, corpus.pieces), strict=True)
+    trained = np.concatenate([np.append(False, row != IGNORED) for row in labels])
     lengths = np.array([len(row) for row in tokens])
     ends = np.concatenate([[0], np.cumsum(lengths)])
     pieces = np.stack([ends[:-1], lengths, ends[1:]], axis=1)
-    return dataclasses.replace(
-        corpus, tokens=np.concatenate(tokens), trained=np.concatenate(trained), ends=ends, pieces=pieces
-    )
+    return dataclasses.replace(corpus, tokens=np.concatenate(tokens), trained=trained, ends=ends, pieces=pieces)
 
 
 def _log_probs(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,21 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import (
-    Documents,
-    Judge,
-    batches_of,
-    cosine_rates,
-    judge_ipo,
-    judge_kto,
-    judge_orpo,
-    judge_simpo,
-    plain_answers,
-    stream_of,
-)  # fmt: skip
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import build, curve, evaluated
+from reference import Documents, Judge, cosine_rates, documents_of, plain_answers, stream_of
+
+from reference import judge_ipo, judge_kto, judge_orpo, judge_simpo  # isort: skip
 from support import TINY, on_ranks, write_pairs, write_pretrained
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdptrain.config.objectives import Objective
 from fsdptrain.data.corpus import Corpus
 
 STEPS, BATCH, LR = 4, 8, 1e-3
@@ -77,7 +71,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_of(recipe: Path, objective: str) -> list[str]:
     """Return the overrides that train another objective, with all of its keys."""
     own = ["data.format=feedback", f"data.path={recipe.parent / 'feedback.jsonl'}"] if objective == "kto" else []
-    return [*own, f"train.objective={objective}", *OBJECTIVES[objective][0]]
+    folder = f"output_dir={recipe.parent / objective}"
+    return [*own, f"train.objective={objective}", *OBJECTIVES[objective][0], folder]
 
 
 def feedback_of(recipe: Path, corpus: Corpus, sequences: Sequence[int]) -> tuple[Documents, torch.Tensor]:
@@ -99,15 +94,17 @@ def feedback_of(recipe: Path, corpus: Corpus, sequences: Sequence[int]) -> tuple
     return (ids, mask, labels), torch.tensor(found)
 
 
-def expected_curve(recipe: Path, objective: str, words: list[str], policy: Any = None) -> list[list[float]]:
-    stream = stream_of(recipe, *words)[0]
-    batches, feedback = batches_of(stream, BATCH, STEPS), []
-    if objective == "kto":
-        numbers = [stream.at(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)]
-        feedback = [feedback_of(recipe, stream.corpus.parts[0], each) for each in numbers]
+def expected_curve(
+    recipe: Path, objective: str, words: list[str], policy: Any = None, steps: int = STEPS
+) -> list[list[float]]:
+    """Return the curve of the first steps, and as if in a step behind them, what is measured on the held-out rows."""
+    stream, held_out, corpus = stream_of(recipe, *words)
+    sets = [(stream.corpus, stream.at(range(step * BATCH, (step + 1) * BATCH))) for step in range(steps)]
+    sets.append((corpus, held_out))
+    feedback = [feedback_of(recipe, *each) for each in sets] if objective == "kto" else []
     models = [AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32) for _ in range(2)]
-    models[0] = policy or models[0]
-    return plain_answers(*models, batches, cosine_rates(LR, STEPS), OBJECTIVES[objective][1], feedback)
+    documents, rates = [documents_of(*each) for each in sets], [*cosine_rates(LR, STEPS)[:steps], 0.0]
+    return plain_answers(policy or models[0], models[1], documents, rates, OBJECTIVES[objective][1], feedback)
 
 
 def assert_agrees(found: list[list[float]], expected: list[list[float]], name: str) -> None:
@@ -124,8 +121,51 @@ def test_curves_agree_with_the_plain_loop(objective: str, world: int, recipe: Pa
     variants = {name: [*words, *layout] for name, layout in LAYOUTS[world].items()}
     ranks = on_ranks(world, "curves", tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
     assert all(other == ranks[0] for other in ranks), "ranks report different curves"
-    expected = expected_curve(recipe, objective, words)
+    expected = expected_curve(recipe, objective, words)[:STEPS]
     assert abs(expected[0][0] - expected[-1][0]) > 1e-3, "nothing is learned"
     for name, found in ranks[0].items():
-        packed = name != "not packed"
-        assert_agrees(found, expected if packed else expected_curve(recipe, objective, variants[name]), name)
+        other = expected_curve(recipe, objective, variants[name])[:STEPS] if name == "not packed" else expected
+        assert_agrees(found, other, name)
+
+
+@pytest.mark.parametrize("objective", ["simpo", "kto"])
+def test_a_resume_is_bitwise(objective: str, recipe: Path, tmp_path: Path) -> None:
+    words = {
+        "recipe": str(recipe),
+        "overrides": [*words_of(recipe, objective), *MICRO, f"output_dir={tmp_path / 'run'}"],
+    }
+    [found, _] = on_ranks(2, "save_between", tmp_path / "first", **words, at=2, steps=STEPS)
+    [resumed, _] = on_ranks(2, "resume", tmp_path / "second", **words, steps=STEPS)
+    assert resumed["first"] == 2 and resumed["curve"] == found["curve"][2:]
+    assert (tmp_path / "run" / "reference").exists() == (objective == "kto")
+
+
+@pytest.mark.parametrize("objective", ["ipo", "kto"])
+def test_adapters_and_held_out_rows_are_judged_beside_the_base(objective: str, recipe: Path, tmp_path: Path) -> None:
+    """What is held out is judged after two steps."""
+    base, folder = AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32), tmp_path / "lora"
+    get_peft_model(base, LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"])).save_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32)
+    policy = PeftModel.from_pretrained(base, folder, is_trainable=True)
+    words = [
+        *words_of(recipe, objective),
+        *MICRO,
+        "adapter.kind=lora",
+        "export.adapter=merged",
+        f"adapter.from={folder}",
+    ]
+    words.append(f"output_dir={tmp_path / 'run'}")
+    [found, _] = on_ranks(2, trained_and_evaluated, tmp_path, recipe=str(recipe), overrides=words)
+    *curve, held_out = expected_curve(recipe, objective, words, policy, steps=2)
+    assert_agrees(found["curve"], curve, "LoRA")
+    measures = Objective(objective).measures
+    del held_out[1]
+    assert [found["held out"][name] for name in ("loss", *measures)] == pytest.approx(held_out, rel=1e-5, abs=1e-6)
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def trained_and_evaluated(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    run = build(recipe, overrides)
+    return {"curve": curve(run, 2), "held out": evaluated(run)}
