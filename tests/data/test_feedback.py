@@ -34,7 +34,10 @@ def written(tmp: Path, *rows: dict[str, Any]) -> str:
         (ROW, "Is it 12?\n⟦It is 12.<|endoftext|>⟧"),
         ({"prompt": [USER, GOOD, OTHER], "completion": [GOOD]}, ""),
         ({"prompt": [USER, GOOD, OTHER], "completion": GOOD["content"]}, ""),
-        ({"prompt": "Who else?", "completion": [GOOD]}, "<user>Who else?<|endoftext|>\n<assistant>⟦It is I.<|endoftext|>⟧\n"),
+        (
+            {"prompt": "Who else?", "completion": [GOOD]},
+            "<user>Who else?<|endoftext|>\n<assistant>⟦It is I.<|endoftext|>⟧\n",
+        ),
         ({"messages": [USER, GOOD, OTHER, GOOD]}, ""),
     ],
     ids=["texts", "messages", "a text behind messages", "messages behind a text", "a whole conversation"],
@@ -79,17 +82,14 @@ def test_a_text_needs_a_prompt_and_a_class_is_no_label(tmp_path: Path) -> None:
 def test_mismatched_rows_are_of_the_row_before_and_fit_beside_the_others(tokenizer: Any, tmp_path: Path) -> None:
     words = SHAKESPEARE.read_text().split()
     rows = [
-        {
-            "prompt": " ".join(words[i : i + i % 9]),
-            "completion": " ".join(words[i : i + i % 13 + 1]),
-            "label": i % 3 > 0,
-        }
+        {"prompt": " ".join(words[i : i + i % 9]), "completion": words[i] * (i % 5 + 1), "label": i % 3 > 0}
         for i in range(80)
     ]
     path = written(tmp_path, *rows, {"prompt": "a", "completion": "long " * 90, "label": True})
     data = Data(path=path, format=Format.feedback, seq_len=64)
     made = open_rows(path, data, tokenizer, None, lambda *_: None)
-    assert made.notes["cut"] == 1 and made.notes["desirable"] == sum(row["label"] for row in rows) + 1
+    assert made.notes["cut"] > 0 == made.notes["dropped"]
+    assert made.notes["desirable"] == sum(row["label"] for row in rows) + 1
     for corpus in pack_rows(made, data, 3, 0.3):
         own = sorted(int(row) for row in corpus.rows_of(range(len(corpus))))
         batch = corpus.batch([*range(len(corpus)), -1])
