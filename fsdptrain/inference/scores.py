@@ -151,6 +151,11 @@ def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     if read_as.form is None and likely is None:
         raise unknown_columns_error(place)
     form = likely[0] if likely and read_as.form is None else next(each for each in Format if each == read_as.form)
+    if form.has_label:
+        raise RecipeError(
+            f"{place} has judged answers, which only a run with such an objective compares: keep the good ones, "
+            "without the column of labels"
+        )
     if form.answers:
         raise RecipeError(
             f"{place} has two answers in a row: say which is read, such as --format prompt_completion --column "
