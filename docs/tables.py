@@ -1,4 +1,4 @@
-"""Write the table that is made from the code: the events of a run.
+"""Write the tables that are made from the code: the events of a run, and the objectives.
 
 python docs/tables.py            # replaces the end of each document in ENDS; a test compares them
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fsdptrain.config.objectives import Objective
 from fsdptrain.run_folder.records import EVENTS, EventKind
 
 
@@ -17,7 +18,23 @@ def events() -> str:
         for kind, event in EVENTS.items()
     ]
     head = "event | what it says | fields, in brackets those that may be missing | undone by a resume | in trackers"
-    return "\n".join(["## Events", "", f"| {head} |", "|" + " --- |" * len(head.split(" | ")), *rows, ""])
+    return table("Events", head, rows)
+
+
+def objectives() -> str:
+    """Return the table of the objectives."""
+    rows = [
+        f"| `{each}` | {each.says} | {', '.join(f'`{form}`' for form in each.formats)} | {each.unit}s | "
+        f"{'the start' * each.needs_reference} | {', '.join(f'`{name}`' for name in each.measures)} | {each.source} |"
+        for each in Objective
+    ]
+    head = "`train.objective` | what it learns | `data.format` | loss: mean over | reference | in events | source"
+    return table("Objectives", head, rows)
+
+
+def table(title: str, head: str, rows: list[str]) -> str:
+    """Return a section with a table."""
+    return "\n".join([f"## {title}", "", f"| {head} |", "|" + " --- |" * len(head.split(" | ")), *rows, ""])
 
 
 def fields_text(event: EventKind) -> str:
@@ -25,7 +42,7 @@ def fields_text(event: EventKind) -> str:
     return ", ".join([*(f"`{name}`" for name in event.fields), *(f"[`{name}`]" for name in event.optional)])
 
 
-ENDS = {"events.md": events}
+ENDS = {"events.md": events, "tutorials/preferences.md": objectives}
 
 
 if __name__ == "__main__":

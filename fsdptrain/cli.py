@@ -702,7 +702,7 @@ def evaluate(
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Compute the loss of a model on files. After DPO also accuracy, margin and rewards on pairs; in one process."""
+    """Compute the loss of a model on files. After DPO and the like also margin and rewards; in one process."""
     from fsdptrain.config.formats import Format
     from fsdptrain.terminal.page import Page
 

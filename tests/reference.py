@@ -26,9 +26,9 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 
 
-def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
+def stream_of(recipe: Path, *overrides: str) -> tuple[Stream, list[int], Corpus]:
     """The data of a recipe (which rows are in which batch, and their tokens), and the sequences that are held out."""
-    written = load(recipe)
+    written = load(recipe, [*overrides])
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
 
@@ -154,37 +154,89 @@ def plain_log_probs(folder: str, corpus: Corpus) -> torch.Tensor:
     return torch.stack(found)
 
 
-def plain_dpo(
-    folder: str, batches: Sequence[Documents], rates: Sequence[float], dpo: Sequence[float] = (0.1, 0.0, 0.0)
-) -> list[list[float]]:
-    """[loss, gradient norm, rewards of chosen and rejected answers, margin, accuracy] a step of DPO, in float32.
+Judge = Callable[..., tuple[torch.Tensor, list[torch.Tensor]]]
 
-    Documents 2i and 2i + 1 are a pair; `dpo` is beta, label smoothing and the weight of SFT. The reference is a second
-    model. Optimizer as in `plain_curve`.
+
+def plain_answers(
+    policy: Any, reference: Any, batches: Sequence[Documents], rates: Sequence[float], judge: Judge,
+    feedback: Sequence[tuple[Documents, torch.Tensor]] = (),
+) -> list[list[float]]:  # fmt: skip
+    """[loss, gradient norm, *measures] a step of an objective that judges answers, each a document, in float32.
+
+    `judge` gets the log-probability of each answer under the policy and the reference, and its number of tokens; with
+    `feedback`, the mismatched documents of each step and which answers are desirable, also the estimate of the KL
+    divergence, and the latter. Optimizer as in `plain_curve`.
     """
-    beta, smoothing, sft = dpo
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    optimizer = plain_adamw(policy)
-    curve = []
-    for (ids, mask, labels), rate in zip(batches, rates, strict=True):
-        trained = labels != -100
+    optimizer, curve = plain_adamw(policy), []
 
-        def answers(model: Any, ids: Any = ids, mask: Any = mask, labels: Any = labels, trained: Any = trained) -> Any:
-            """Sum log-probabilities over the trained tokens of each document, in float64."""
-            log_probs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().log_softmax(-1)
-            return (log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0] * trained).sum(1)
+    def answers(model: Any, documents: Documents) -> torch.Tensor:
+        """Sum log-probabilities over the trained tokens of each document, in float64."""
+        ids, mask, labels = documents
+        log_probs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().log_softmax(-1)
+        return (log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)).sum(1)
 
+    for step, (documents, rate) in enumerate(zip(batches, rates, strict=True)):
+        more = []
         with torch.no_grad():
-            before = answers(reference)
-        now = answers(policy)
+            before = answers(reference, documents)
+            if feedback:
+                others, desirable = feedback[step]
+                kl = (answers(policy, others) - answers(reference, others)).mean().clamp(min=0)
+                more = [kl, desirable]
+        loss, measures = judge(answers(policy, documents), before, (documents[2] != -100).sum(1), *more)
+        loss.backward()
+        curve.append([loss.item(), clipped_step(optimizer, rate), *(value.item() for value in measures)])
+    return curve
+
+
+def judge_dpo(beta: float = 0.1, smoothing: float = 0.0, sft: float = 0.0) -> Judge:
+    def judge(now: Any, before: Any, tokens: Any) -> Any:
         rewards = beta * (now - before)
         margin = rewards[0::2] - rewards[1::2]
         losses = -(1 - smoothing) * torch.log(torch.sigmoid(margin)) - smoothing * torch.log(torch.sigmoid(-margin))
-        loss = (losses - sft * now[0::2] / trained[0::2].sum(1)).mean()
-        loss.backward()
-        measures = [rewards[0::2].mean(), rewards[1::2].mean(), margin.mean(), (margin > 0).double().mean()]
-        curve.append([loss.item(), clipped_step(optimizer, rate), *(value.item() for value in measures)])
-    return curve
+        return (losses - sft * (now / tokens)[0::2]).mean(), measures_of_pairs(rewards)
+
+    return judge
+
+
+def judge_ipo(beta: float = 0.1) -> Judge:
+    def judge(now: Any, before: Any, tokens: Any) -> Any:
+        chosen, rejected = ((now - before) / tokens).view(-1, 2).unbind(1)
+        return ((chosen - rejected - 0.5 / beta) ** 2).mean(), measures_of_pairs(beta * (now - before))
+
+    return judge
+
+
+def judge_simpo(beta: float = 2.0, gamma: float = 1.0) -> Judge:
+    def judge(now: Any, before: Any, tokens: Any) -> Any:
+        rewards = beta * now / tokens
+        return -torch.log(torch.sigmoid(rewards[0::2] - rewards[1::2] - gamma)).mean(), measures_of_pairs(rewards)
+
+    return judge
+
+
+def judge_orpo(beta: float = 0.1) -> Judge:
+    def judge(now: Any, before: Any, tokens: Any) -> Any:
+        odds = (now / tokens).exp() / (1 - (now / tokens).exp())
+        losses = -torch.log(torch.sigmoid(torch.log(odds[0::2] / odds[1::2])))
+        return (-(now / tokens)[0::2] + beta * losses).mean(), measures_of_pairs(beta * now / tokens)
+
+    return judge
+
+
+def judge_kto(beta: float = 0.1, good: float = 1.0, bad: float = 1.0) -> Judge:
+    def judge(now: Any, before: Any, tokens: Any, kl: Any, desirable: Any) -> Any:
+        gains, rewards = beta * (now - before - kl), beta * (now - before)
+        losses = torch.where(desirable, good * (1 - torch.sigmoid(gains)), bad * (1 - torch.sigmoid(-gains)))
+        means = [rewards[desirable].mean(), rewards[~desirable].mean()]
+        return losses.mean(), [*means, means[0] - means[1], kl]
+
+    return judge
+
+
+def measures_of_pairs(rewards: torch.Tensor) -> list[torch.Tensor]:
+    margin = rewards[0::2] - rewards[1::2]
+    return [rewards[0::2].mean(), rewards[1::2].mean(), margin.mean(), (margin > 0).double().mean()]
 
 
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:

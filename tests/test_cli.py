@@ -29,6 +29,7 @@ from fsdptrain import cli
 from fsdptrain.cli import app
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
 from fsdptrain.plan.plan import make_plan
@@ -188,9 +189,11 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
         assert (recipe.data.format, recipe.train.objective) == (Format.preference, "dpo")
     for label, answer in (("label", "completion"), ("kto_tag", "answer")):
         odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))
-        says = rf"preference data without pairs \({label}: .* KTO.* keep the rows in which {label} is true"
-        with pytest.raises(DataError, match=says):
-            read_starter([str(odd)], "org/name", dest)
+        dest.write_text(read_starter([str(odd)], "org/name", dest).text({}))
+        recipe = load(dest).recipe
+        assert (recipe.data.format, recipe.train.objective) == (Format.feedback, "kto")
+        with pytest.raises(DataError, match=rf"{label} says whether .* keep the rows in which {label} is true"):
+            peek(str(odd), Data(format=Format.prompt_completion, columns={"completion": answer}))
     odd.write_text('{"prompt": "a", "completion": "b", "label": "greeting"}\n')
     assert read_starter([str(odd)], "org/name", dest).read_as.format == "prompt_completion"
 

@@ -16,6 +16,7 @@ import pytest
 from support import ROOT, environment
 
 from fsdptrain.config.formats import Format
+from fsdptrain.config.objectives import Objective
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.plan.hardware import KNOWN
 
@@ -124,6 +125,13 @@ def test_no_module_compares_a_format_with_its_name() -> None:
     assert {module: names for module, names in found.items() if names} == {}
     mentioned = {module for module, path in MODULES.items() if re.search(r"\bFormat\.[a-z]", path.read_text())}
     assert mentioned == {"config.formats"}
+
+
+def test_no_module_compares_an_objective_with_its_name() -> None:
+    assert {module: names for module, path in MODULES.items() if (names := names_compared(path, "objective"))} == {}
+    homes = {"config.objectives", "config.schema", "model.objectives"}
+    mention = rf"\bObjective\.({'|'.join(Objective)})\b"
+    assert {module for module, path in MODULES.items() if re.search(mention, path.read_text())} <= homes
 
 
 def test_the_document_shows_the_packages_as_they_are() -> None:

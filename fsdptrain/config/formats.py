@@ -10,12 +10,14 @@ from enum import StrEnum
 from typing import Any, Literal
 
 LongRows = Literal["split", "cut", "drop"]
+UNITS = ("label token", "row", "pair")  # by `Format.answers`: over what a loss is a mean
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
 PROMPT: Names = (
     "prompt", ("instruction", "input"), ("instruction", "context"), "instruction", ("question", "context"), "question",
     "query", "problem", "input", "inputs",
 )  # fmt: skip
+COMPLETION: Names = ("completion", "output", "response", "answer", "solution", "target", "targets", "answers")
 TOOLS: Names = ("tools", "functions")
 SYSTEM: Names = ("system", "system_prompt", "system_message")
 
@@ -26,31 +28,32 @@ class Format(StrEnum):
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
     those before it are its prompt. `long_rows`: the default of `data.long_rows`.
     `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
-    there is such a column. `is_paired`: a row has two answers, each a text or messages, to be told apart by DPO.
+    there is such a column. `answers`: how many answers of a row an objective judges as wholes, each a text or messages;
+    0: none, it learns tokens.
     """
 
     fields: dict[str, Names]
     long_rows: LongRows
     is_chat: bool
     optional: dict[str, Names]
-    is_paired: bool
+    answers: int
 
     text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
     prompt_completion = (
         "prompt_completion",
-        {
-            "prompt": PROMPT,
-            "completion": ("completion", "output", "response", "answer", "solution", "target", "targets", "answers"),
-        },
-        "cut", False, {"system": SYSTEM},
+        {"prompt": PROMPT, "completion": COMPLETION}, "cut", False, {"system": SYSTEM},
     )  # fmt: skip
     chat = (
         "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
         True, {"tools": TOOLS, "system": SYSTEM},
     )  # fmt: skip
+    feedback = (
+        "feedback", {"completion": (*COMPLETION, "messages", "conversations"), "label": ("label", "kto_tag")}, "cut",
+        False, {"prompt": PROMPT, "tools": TOOLS, "system": SYSTEM}, 1,
+    )  # fmt: skip
     preference = (
         "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
-        False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, True,
+        False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, 2,
     )  # fmt: skip
 
     def __new__(
@@ -60,29 +63,44 @@ class Format(StrEnum):
         long_rows: LongRows,
         is_chat: bool = False,
         optional: dict[str, Names] | None = None,
-        is_paired: bool = False,
+        answers: int = 0,
     ) -> Format:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.fields, member.long_rows, member.is_chat = fields, long_rows, is_chat
-        member.optional, member.is_paired = optional or {}, is_paired
+        member.optional, member.answers = optional or {}, answers
         return member
 
     @property
     def has_prompt(self) -> bool:
         """Whether a row has fields before the one that is trained, with `data.separator` between them."""
-        return len(self.fields) > 1 and not self.is_paired
+        return len(self.fields) > 1 and not self.answers
 
     @property
     def rows(self) -> int:
         """How many rows of tokens belong together: the two answers of a pair."""
-        return 1 + self.is_paired
+        return max(1, self.answers)
+
+    @property
+    def text_fields(self) -> list[str]:
+        """The fields that are texts or messages: of judged answers, those without a prompt."""
+        return [*self.fields][: self.answers or None]
+
+    @property
+    def has_label(self) -> bool:
+        """Whether a row says if its answer is desirable."""
+        return "label" in self.fields
+
+    @property
+    def unit(self) -> str:
+        """What a loss on its rows is a mean over."""
+        return UNITS[self.answers]
 
     @property
     def renders_chat(self) -> bool:
         """Whether rows are conversations, or may be."""
-        return self.is_chat or self.is_paired
+        return self.is_chat or self.answers > 0
 
     @property
     def is_trained_in_part(self) -> bool:

@@ -13,6 +13,7 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
 from fsdptrain.config.keys import KEYS, value_at, value_text
 from fsdptrain.config.mixture import KEYS as SOURCE_KEYS
 from fsdptrain.config.mixture import mixture_problems, sources_of
+from fsdptrain.config.objectives import Objective
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
@@ -41,7 +42,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         yield from _mixture_problems(recipe, of_data)
     else:
         yield from _data_problems(recipe)
-        yield from _preference_problems(recipe)
+        yield from _objective_problems(recipe)
     yield from _window_problems(recipe)
     yield from _held_out_problems(recipe)
     yield from _fsdp_problems(recipe)
@@ -144,7 +145,7 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 def _attention_problems(recipe: Recipe) -> Iterator[Problem]:
     kernel, how = recipe.model.attn_implementation, recipe.fsdp.recomputation
     if kernel == "flash_attention_2" and recipe.documents_share_sequences and recipe.train.micro_batch_size > 1:
-        apart = "" if recipe.train.objective == "dpo" else ", data.packing=none"
+        apart = "" if recipe.train.objective.shares_sequences else ", data.packing=none"
         yield Problem(
             "flash_attention_2 supports several documents in a sequence only in micro-batches of one: set "
             f"train.micro_batch_size=1{apart} or model.attn_implementation=sdpa",
@@ -195,21 +196,24 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"`{name}` must be a single column: only texts and messages can be joined", "data.columns")
 
 
-def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    data = recipe.data
-    if not data.format.is_paired:
-        if recipe.train.objective == "dpo":
-            message = f"{data.format} has no pairs for train.objective: dpo: use preference (prompt, chosen, rejected)"
-            yield Problem(message, "data.format")
+def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
+    data, objective, form = recipe.data, recipe.train.objective, recipe.data.format
+    if form not in objective.formats:
+        fitting = " or ".join(each for each in Objective if form in each.formats)
+        wanted = " or ".join(
+            f"{each} ({', '.join(('prompt', *each.fields))})" for each in objective.formats if each.answers
+        )
+        way_out = f", or data.format: {wanted}" if wanted else ""
+        message = f"{form} cannot be trained with train.objective: {objective}: use train.objective: {fitting}{way_out}"
+        yield Problem(message, "data.format")
+    if not form.answers:
         return
-    if recipe.train.objective != "dpo":
-        yield Problem(f"{data.format} is trained with train.objective: dpo: set it", "data.format")
     if data.train_on == "all":
-        yield Problem("all compares the prompts of a pair, which are equal: use completion", "data.train_on")
+        yield Problem("all judges prompts, too: use completion", "data.train_on")
     if data.packing == "concat":
-        yield Problem("concat divides pairs: use bfd or none", "data.packing")
+        yield Problem(f"concat divides {form.unit}s: use bfd or none", "data.packing")
     if data.long_rows == "split":
-        yield Problem("split divides pairs: use cut or drop", "data.long_rows")
+        yield Problem(f"split divides {form.unit}s: use cut or drop", "data.long_rows")
 
 
 def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
@@ -223,8 +227,8 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
         alone = dataclasses.replace(recipe, data=source.data)
         own = {f"data.{key}" for key in item if key in SOURCE_KEYS}
         found = [*_unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
-        # All sources have pairs, or none.
-        for problem in [*(each for each in found if each.field in own), *_preference_problems(alone)]:
+        # All sources are of the format that the objective needs.
+        for problem in [*(each for each in found if each.field in own), *_objective_problems(alone)]:
             key = (problem.field or "").removeprefix("data.")
             yield Problem(f"{source.name}: {key}: {problem.message}", "data.sources")
         common = [problem for problem in found if problem.field not in own]
@@ -238,7 +242,7 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
         "data.sources": bool(data.sources),
         "data.eval: {fraction}": "fraction" in (data.eval or {}),
         "data.max_rows": data.max_rows is not None,
-        "train.objective: dpo": recipe.train.objective == "dpo",
+        f"train.objective: {recipe.train.objective}": recipe.train.objective.needs_reference,
         "model.tokenizer: {train}": isinstance(recipe.model.tokenizer, dict),
     }
     for key, is_set in needs_all.items():
@@ -346,7 +350,7 @@ def _parallel_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
-    parallel = recipe.parallel
+    parallel, objective = recipe.parallel, recipe.train.objective
     if parallel.pipeline == 1:
         for name in ("schedule", "stage_layers"):
             if getattr(parallel, name) not in ("1f1b", None):
@@ -356,7 +360,7 @@ def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
         message = f"{len(parallel.stage_layers)} numbers of layers for {parallel.stages} stages: give one for each"
         yield Problem(message, "parallel.stage_layers")
     others = {
-        "train.objective: dpo": (recipe.train.objective == "dpo", "use parallel.tensor or context"),
+        f"train.objective: {objective}": (objective.answers > 0, "use parallel.tensor or context"),
         "fsdp.wrap": (recipe.fsdp.wrap != "auto", "use fsdp.wrap: auto"),
         "fsdp.bucket_cap_mb": (recipe.fsdp.bucket_cap_mb is not None, "remove one of the two"),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdptrain.config.formats import DEFAULT_FORMAT, Format, LongRows
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE, Objective
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, ComputeDtype, Dtype, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
@@ -15,7 +16,7 @@ from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 GATHERS = {"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]}
 PARTLY_TRAINED = {"data.format": [form for form in Format if form.is_trained_in_part]}
 RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
-DPO = {"train.objective": ["dpo"]}
+DPO, IPO, SIMPO, ORPO, KTO = ({"train.objective": [each]} for each in Objective if each.answers)
 
 
 def key(default: Any, **limits: Any) -> Any:
@@ -106,7 +107,8 @@ class SourceKeys:
     path: file, glob or folder (of several splits: that to train on), also in an object store (s3://BUCKET/…, gs://,
         az://), a list of them, or a Hub data set as org/name[:config[:split]]
     revision: branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start
-    format: what a row contains: text, a conversation, a prompt with its completion, or a preference between two answers
+    format: what a row contains: text, a conversation, a prompt with its completion, a preference between two answers,
+        or an answer with a judgement
     columns: field → its column, where the names differ; a list of columns is joined, and its last one is trained
     train_on: which tokens count in the loss (format text: all)
     separator: text between prompt and completion, a part of the prompt ("\\n": a line break)
@@ -123,7 +125,7 @@ class SourceKeys:
     columns: dict[str, Any] = key({}, values=(str, list[str]))
     train_on: Literal["all", "completion"] = key("completion", needs=PARTLY_TRAINED, unset="all")
     separator: str = key(
-        "", needs={"data.format": [form for form in Format if form.has_prompt or form.is_paired]}, any_text=True
+        "", needs={"data.format": [form for form in Format if form.has_prompt or form.answers]}, any_text=True
     )
     long_rows: LongRows | None = key(None, needs={"data.packing": ["bfd", "none"]})
     turns: Literal["all", "last", "split"] = key(
@@ -350,7 +352,7 @@ class Schedule:
 
 @dataclass
 class Dpo:
-    """What is learned from preferences (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0.
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290); the reference is the model at step 0.
 
     beta: how strongly the model is held to the reference: the larger, the closer it stays
     label_smoothing: share of the pairs that are assumed to be labelled the wrong way round
@@ -363,6 +365,53 @@ class Dpo:
 
 
 @dataclass
+class Ipo:
+    """Identity preference optimization (Azar et al., arXiv:2310.12036), on means over the tokens of an answer.
+
+    beta: the chosen answer is to gain 1 / (2 · beta) more than the rejected one: the larger, the less is learned
+    """
+
+    beta: float = key(0.1, needs=IPO, above=0.0)
+
+
+@dataclass
+class Simpo:
+    """Simple preference optimization (Meng et al., arXiv:2405.14734), without a reference.
+
+    beta: factor of the mean log-probability of an answer's tokens, its reward
+    gamma: by how much the chosen answer's reward is to exceed the rejected one's
+    """
+
+    beta: float = key(2.0, needs=SIMPO, above=0.0)
+    gamma: float = key(1.0, needs=SIMPO, at_least=0.0)
+
+
+@dataclass
+class Orpo:
+    """Odds ratio preference optimization (Hong et al., arXiv:2403.07691): fine-tuning and preference in one.
+
+    beta: weight of the preference beside the cross-entropy of the chosen answer, averaged over its tokens
+    """
+
+    beta: float = key(0.1, needs=ORPO, above=0.0)
+
+
+@dataclass
+class Kto:
+    """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306), on answers that are judged one by one.
+
+    beta: how strongly the model is held to the reference: the larger, the closer it stays
+    desirable_weight: weight of the losses of desirable answers; desirable_weight × their number should be 1 to 4/3
+        times undesirable_weight × the number of the others
+    undesirable_weight: weight of the losses of undesirable answers
+    """
+
+    beta: float = key(0.1, needs=KTO, above=0.0)
+    desirable_weight: float = key(1.0, needs=KTO, at_least=0.0)
+    undesirable_weight: float = key(1.0, needs=KTO, at_least=0.0)
+
+
+@dataclass
 class Train:
     """What to learn, how long, and in what batches.
 
@@ -370,7 +419,8 @@ class Train:
     steps: optimizer steps; replaces epochs
     global_batch_size: sequences per optimizer step, over all ranks
     micro_batch_size: sequences that a rank computes at a time
-    objective: next_token: predict the trained tokens; dpo: prefer the chosen answer of each pair to the rejected one
+    objective: next_token: predict the trained tokens; dpo, ipo, simpo, orpo: prefer the chosen answer of each pair to
+        the rejected one; kto: make desirable answers likelier and undesirable ones less likely
     loss: chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once
     compile: apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler
     float8: round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or
@@ -386,8 +436,12 @@ class Train:
     steps: int | None = key(None, at_least=1)
     global_batch_size: int = key(64, at_least=1)
     micro_batch_size: int = key(1, at_least=1)
-    objective: Literal["next_token", "dpo"] = "next_token"
+    objective: Objective = DEFAULT_OBJECTIVE
     dpo: Dpo = field(default_factory=Dpo)
+    ipo: Ipo = field(default_factory=Ipo)
+    simpo: Simpo = field(default_factory=Simpo)
+    orpo: Orpo = field(default_factory=Orpo)
+    kto: Kto = field(default_factory=Kto)
     loss: Literal["chunked", "plain"] = "chunked"
     compile: Any = key("auto", forms=("auto", bool))
     float8: Literal["rowwise", "tensorwise"] | None = None
@@ -564,4 +618,4 @@ class Recipe:
     @property
     def documents_share_sequences(self) -> bool:
         """Whether a sequence may hold several documents: packed rows, or the two answers of a pair, never packed."""
-        return self.data.packing != "none" or self.train.objective == "dpo"
+        return self.data.packing != "none" or self.train.objective.shares_sequences

@@ -297,7 +297,11 @@ MAX_ROW = 2**24  # characters, of which a tokenizer needs some 200 bytes and 3 �
 BATCH_CHARACTERS = 2**22  # after which a batch has no more rows
 Columns = dict[str, list[str]]  # field → its columns
 Checked = tuple[dict[str, Any], int]  # a row with the fields of its format; how many characters it has as JSON
-LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
+LABELS = ("label", "kto_tag")  # columns that say whether an answer is good, if they are true or false
+LABEL_WORDS = {  # what a label is as text, in lower case → whether the answer is desirable
+    "true": True, "1": True, "1.0": True, "desirable": True,
+    "false": False, "0": False, "0.0": False, "undesirable": False,
+}  # fmt: skip
 
 
 def peek(path: DataPath, data: Data, template: str | None = None) -> tuple[list[str], list[dict[str, Any]]]:
@@ -343,9 +347,9 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checke
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
     if (data.format.has_prompt or data.format.is_chat) and (label := _label_of_answers(source)):
         raise DataError(
-            f"{source.name}: This is preference data without pairs ({label}: whether the answer is good), as for KTO, "
-            f"which is not supported; to fine-tune on the good answers, keep the rows in which {label} is true, "
-            "without that column"
+            f"{source.name}: {label} says whether an answer is good, and {data.format} would train all of them: use "
+            "data.format: feedback with train.objective: kto; to fine-tune on the good answers alone, keep the rows in "
+            f"which {label} is true, without that column"
         )
     for field, names in _named_columns(data, data.format.optional).items():
         absent = [name for name in names if not source.has(name)] if field in data.columns else []
@@ -355,7 +359,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checke
             columns[field] = names
     wanted = list(dict.fromkeys(chain(wanted, *columns.values())))
     form, known = data.format, {*wanted, *(name for name in source.columns if name.lower() in HARMLESS)}
-    check = _preference_fields if form.is_paired else _conversation_fields if form.is_chat else _text_fields
+    check = _answer_fields if form.answers else _conversation_fields if form.is_chat else _text_fields
     silent = [name for name in source.columns if name not in known] if source.selects else []
     for place, row in source.rows([name for name in wanted if name in source.columns]):
         if isinstance(row, DataError):
@@ -413,6 +417,8 @@ def likely_format(source: Source) -> tuple[Format, dict[str, Any]] | None:
     Prompts with completions that are messages, or that have tools, are conversations.
     """
     likely = guess_format(source.columns)
+    if likely and likely[0].has_label and _label_of_answers(source) is None:  # of another meaning, such as a class
+        likely = guess_format([name for name in source.columns if name not in LABELS])
     if likely is None or not likely[0].has_prompt:
         return likely
     chat = as_conversation(likely[1], source.columns)
@@ -436,10 +442,10 @@ def describe_columns(path: DataPath, data: Data) -> str:
 def prompts_and_trained(row: dict[str, Any], data: Data) -> list[tuple[str, str]]:
     """Return the parts of a row of texts: its prompt with the separators, empty without one, and its last field.
 
-    Of a pair they are the prompt and each of its answers.
+    Of answers that are judged they are the prompt and each answer.
     """
-    if data.format.is_paired:
-        return [(row["prompt"], row[field]) for field in data.format.fields]
+    if data.format.answers:
+        return [(row["prompt"], row[field]) for field in data.format.text_fields]
     *before, trained = data.format.fields
     return [("".join(row[field] + data.separator for field in before), row[trained])]
 
@@ -455,9 +461,10 @@ def seam_without_space(rows: list[dict[str, Any]], data: Data) -> str | None:
 
 def _label_of_answers(source: Source) -> str | None:
     """Return the column that says whether the answer of a row is good, as data for KTO has; None without one."""
-    for name in LABELS.intersection(source.columns):
-        row = next((row for _, row in source.rows([name])), {})
-        if isinstance(row, dict) and isinstance(row.get(name), bool):
+    for name in (name for name in LABELS if name in source.columns):
+        labels = [row.get(name) for _, row in islice(source.rows([name]), PEEKED_ROWS) if isinstance(row, dict)]
+        words = [str(label).lower() for label in labels if isinstance(label, bool | str)]  # numbers may be classes
+        if words and len(words) == len(labels) and all(word.isalpha() and word in LABEL_WORDS for word in words):
             return name
     return None
 
@@ -480,7 +487,7 @@ def _columns_and_format(source: Source) -> str:
     row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
-    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.is_paired]
+    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists) and not form.answers]
     form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
     example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
     return (
@@ -547,30 +554,45 @@ def _conversation(
     return {field: messages, "place": place} | ({"tools": tools} if tools else {})
 
 
-def _preference_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
-    """Return the prompt of a pair and its two answers: texts, or lists of messages, then with their `place`.
+def _answer_fields(columns: Columns, row: dict[str, Any], place: str, data: Data, unread: Unread) -> dict[str, Any]:
+    """Return a prompt with its answers, texts or lists of messages, then with their `place`; and their label.
 
-    Without a prompt it is what both begin with (as in TRL): whole messages, or whole words.
+    Without a prompt it is what two answers begin with (as in TRL): whole messages, or whole words; of a single
+    conversation it is what is before the last message.
     """
-    names, given = [columns[field][0] for field in data.format.fields], columns.get("prompt", [])
+    fields, label = ["prompt", *data.format.text_fields], dict[str, Any]()
+    if data.format.has_label:
+        label["label"] = _read_label(row, columns["label"][0], place)
+    names, given = [columns[field][0] for field in fields[1:]], columns.get("prompt", [])
     has_prompt = any(row.get(name) is not None for name in given)
     if any(isinstance(row.get(name), list) or is_conversation(row.get(name)) for name in (*names, *given)):
         answers = [read_messages(row, name, place, unread, "assistant") for name in names]
         prompt, answers = _prompt_and_answers(answers, given if has_prompt else [], row, place, unread)
         for name, answer in zip(names, answers, strict=True):
             _count_untrained(answer, row[name], place, unread)
-        return dict(zip(PAIR[1:], answers, strict=True)) | _conversation(columns, prompt, row, place, unread, PAIR[0])
+        label |= _conversation(columns, prompt, row, place, unread, "prompt")
+        return dict(zip(fields[1:], answers, strict=True)) | label
     texts = [_check_text(row, name, place=place) for name in names]
     system = _system_text(columns, row, place)
     system = system and f"{system}\n\n"
     if has_prompt:
         prompt_text = system + _check_text(row, *given, place=place) + data.separator
-        return dict(zip(PAIR, (prompt_text, *texts), strict=True))
+        return dict(zip(fields, (prompt_text, *texts), strict=True)) | label
+    if label:
+        raise DataError(f"{place}: this row has no prompt: name its column in data.columns")
     if data.separator:
         raise DataError(f"{place}: data.separator stands behind a prompt, and this row has none: remove the key")
     shared = texts[0][: common_prefix_length(*texts)]
     end = len(shared) - len(re.search(r"\s?\S*\Z", shared)[0])  # type: ignore[index]
-    return dict(zip(PAIR, (system + shared[:end], *(text[end:] for text in texts)), strict=True))
+    return dict(zip(fields, (system + shared[:end], *(text[end:] for text in texts)), strict=True))
+
+
+def _read_label(row: dict[str, Any], column: str, place: str) -> bool:
+    label = LABEL_WORDS.get(str(row.get(column)).strip().lower())
+    if label is None:
+        value = f"is {shortened(repr(row[column]))}" if column in row else "is missing"
+        raise DataError(f"{place}: {column!r} {value}; expected true or false (or 1 and 0, desirable and undesirable)")
+    return label
 
 
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -578,17 +600,15 @@ def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-PAIR = ("prompt", "chosen", "rejected")
-
-
 def _prompt_and_answers(
     answers: list[list[Message]], prompt: list[str], row: dict[str, Any], place: str, unread: Unread
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Return the messages of a prompt, and those of two answers, which may repeat it, whether or not it has a column.
+    """Return the messages of a prompt, and those of its answers, which may repeat it, whether or not it has a column.
 
-    A prompt that is a text is what the user says, unless both answers begin with the same messages.
+    A prompt that is a text is what the user says, unless all answers begin with the same messages.
     """
-    shared = answers[0][: min(common_prefix_length(*answers), *(len(answer) - 1 for answer in answers))]
+    most = common_prefix_length(answers[0], answers[-1])
+    shared = answers[0][: min(most, *(len(answer) - 1 for answer in answers))]
     if prompt and is_conversation(row.get(prompt[0])):
         before = read_messages(row, prompt[0], place, unread)
         return before, answers if shared != before else [answer[len(before) :] for answer in answers]

@@ -2,7 +2,7 @@
 
 Terms:
 
-    row       one document or conversation, as tokens; of preferences, a prompt with one of its two answers
+    row       one document or conversation, as tokens; of answers that are judged, a prompt with one of them
     piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
     sequence  `seq_len` tokens: a row of a batch
 
@@ -22,7 +22,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -94,9 +94,12 @@ class Batch(TypedDict):
     """A micro-batch. The first three are int64 [rows, seq_len]; `is_token`, bool, is False for padding; see
     `document_bounds` for the next two.
 
-    With preferences, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to: 2i the
-    chosen one of pair i, 2i + 1 the rejected one, and their count for padding. `reference` float64 [answers] are their
-    log-probabilities under the reference, 0 as long as these are not computed.
+    With answers that are judged, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to
+    (of pair i, 2i the chosen one, 2i + 1 the rejected one), and their count for padding. `reference` float64 [answers]
+    are their log-probabilities under the reference, 0 as long as these are not computed.
+
+    If they are judged one by one, `desirable` bool [answers] says how; `mismatched` has the same prompts with the
+    answers of other rows (see `Corpus.mismatched`), and a step adds its estimate of the KL divergence as `kl`, float64.
     """
 
     input_ids: torch.Tensor
@@ -107,17 +110,21 @@ class Batch(TypedDict):
     longest: int
     answers: NotRequired[torch.Tensor]
     reference: NotRequired[torch.Tensor]
+    desirable: NotRequired[torch.Tensor]
+    mismatched: NotRequired[Batch]
+    kl: NotRequired[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class EncodedRows:
     """The cached token stream of one data set.
 
-    `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is a label, or for the first of a row, which nothing
+    predicts, whether an answer that is judged by itself is desirable; `ends` int64 [R+1] offsets of rows; `lengths`
     uint32 [rows read] tokens of every row, or pair, before it was cut or dropped; `notes` counts of rows that were
     read, split, cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens;
     `name` the digest of all that the stream was made from; `conversations` uint32 [R] which one each row is of, if
-    several may be of one. `paired`: every two rows are a pair, chosen and rejected, which stay in one sequence.
+    several may be of one. `answers` as in `Format`: of 2, every two rows are a pair, which stay in one sequence.
     `unread`: what the rows hold that is not read → how often, and the place of the first.
     """
 
@@ -132,13 +139,13 @@ class EncodedRows:
     name: str
     digest: str
     conversations: Array | None = field(default=None, kw_only=True)
-    paired: bool = field(default=False, kw_only=True)
+    answers: int = field(default=0, kw_only=True)
     unread: dict[str, tuple[int, str]] = field(default_factory=dict, kw_only=True)
 
     @property
     def wholes(self) -> Ints:
         """The offsets of what is not divided among data sets: of rows, or of pairs."""
-        return self.ends[::2] if self.paired else self.ends
+        return self.ends[:: max(1, self.answers)]
 
 
 @dataclass(frozen=True)
@@ -146,8 +153,8 @@ class Corpus(EncodedRows):
     """Rows that are cut into pieces and packed into sequences.
 
     `pieces` int64 [P, 3] (first token, length, end of its row), sequence by sequence; `offsets` int64 [B+1] of the
-    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence. `reference` float64 [R]: of pairs, the
-    log-probability of each row's trained tokens under the reference.
+    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence. `reference` float64 [1 or 2, R]: of answers
+    that are judged, the log-probability of each row's trained tokens under the reference, and of its `mismatched` ones.
     """
 
     pieces: Ints
@@ -167,6 +174,36 @@ class Corpus(EncodedRows):
         """Return the number of the row of each piece of sequences `numbers`, in order."""
         starts = [self.pieces_of(number)[:, 0] for number in numbers]
         return np.searchsorted(self.ends, np.concatenate([np.zeros(0, np.int64), *starts]), side="right") - 1
+
+    def row(self, piece: Ints) -> tuple[Array, Array]:
+        """Return the tokens of a piece, and its labels, which may lack the last: see `batch`."""
+        start, length, end = piece
+        targets = slice(start + 1, min(start + length + 1, end))
+        return self.tokens[start : start + length], _labels(self.tokens[targets], self.trained[targets])
+
+    def mismatched(self, piece: Ints) -> tuple[Array, Array]:
+        """Return what `row` does of the row's prompt with the answer of the row before it in the data, cyclic.
+
+        So it depends on the data alone, not on what is in a batch.
+        """
+        start, end = int(piece[0]), int(piece[2])
+        other = int(self._starts[np.searchsorted(self._starts, start) - 1])
+        other_end = int(self.ends[np.searchsorted(self.ends, other, side="right")])
+        prompt = slice(start, start + prompt_length(self.trained[start:end]))
+        answer = slice(other + prompt_length(self.trained[other:other_end]), other_end)
+        tokens, trained = (
+            np.concatenate([of[prompt], of[answer]])[: self.seq_len] for of in (self.tokens, self.trained)
+        )
+        return tokens, _labels(tokens[1:], trained[1:])
+
+    @functools.cached_property
+    def _starts(self) -> Ints:
+        return np.sort(self.pieces[:, 0])
+
+    def desirable(self, number: int) -> Array:
+        """Return which answers of a sequence are desirable, if they are judged one by one: bool [pieces]."""
+        firsts = [self.trained[start : start + 1] for start in self.pieces_of(number)[:, 0]]
+        return np.concatenate([np.zeros(0, bool), *firsts])
 
     def fill(self) -> float:
         """Return the fraction of tokens, in all sequences, that are not padding."""
@@ -193,9 +230,9 @@ class Corpus(EncodedRows):
         return int(self.labels[list(numbers)].sum())
 
     def divisor(self, numbers: Sequence[int]) -> int:
-        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, or their pairs."""
-        if self.paired:
-            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // 2
+        """Return by what the summed loss of sequences `numbers` is divided: their label tokens, pairs or rows."""
+        if self.answers:
+            return int((self.offsets[np.add(numbers, 1)] - self.offsets[list(numbers)]).sum()) // self.answers
         return self.label_tokens(numbers)
 
     @property
@@ -211,7 +248,8 @@ class Corpus(EncodedRows):
         first = self.pieces[self.offsets[list(numbers)]]
         lengths = np.minimum(first[:, 1], length)
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
-        return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
+        offsets = np.arange(len(pieces) + 1)
+        return dataclasses.replace(self, pieces=pieces, offsets=offsets, labels=lengths, answers=0)
 
     def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
         """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
@@ -221,16 +259,17 @@ class Corpus(EncodedRows):
         return dataclasses.replace(
             self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
             pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
-            labels=np.zeros_like(lengths), paired=False,
+            labels=np.zeros_like(lengths), answers=0,
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:
         """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧; of a long part, both ends."""
-        return "\n".join(self._show_row(row, tokenizer) for row in range(1 + self.paired))
+        return "\n".join(self._show_row(row, tokenizer) for row in range(max(1, self.answers)))
 
     def _show_row(self, row: int, tokenizer: Any) -> str:
         begin, end = self.ends[row : row + 2].tolist()
-        ids, flags = self.tokens[begin:end].tolist(), np.asarray(self.trained[begin:end])
+        ids, flags = self.tokens[begin:end].tolist(), np.array(self.trained[begin:end])
+        flags[:1] &= self.answers != 1  # else it is a label
         bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
         text, most = "", max(40, SHOWN // (len(bounds) - 1))
         for start, stop in itertools.pairwise(bounds):
@@ -308,6 +347,17 @@ def digest_of(digests: Iterable[str]) -> str:
 
 def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     """Return these sequences, each a number in its corpus, as the rows of a micro-batch; see `Corpus.batch`."""
+    batch = _batch_of(rows, Corpus.row, 0)
+    if rows[0][0].answers == 1:
+        batch["desirable"] = torch.from_numpy(np.concatenate([corpus.desirable(number) for corpus, number in rows]))
+        batch["mismatched"] = _batch_of(rows, Corpus.mismatched, 1)
+    return batch
+
+
+def _batch_of(
+    rows: Sequence[tuple[Corpus, int]], read: Callable[[Corpus, Ints], tuple[Array, Array]], reference: int
+) -> Batch:
+    """Return the micro-batch of what `read` returns of each piece; `reference` is its place in `Corpus.reference`."""
     shape = (len(rows), rows[0][0].seq_len)
     ids, labels = np.empty(shape, np.int64), np.full(shape, IGNORED, np.int64)
     positions, answers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
@@ -318,23 +368,25 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     for row, (corpus, number) in enumerate(rows):
         ids[row] = corpus.pad
         at = length = 0  # the next free position of the sequence; the length of its last piece
-        pieces = corpus.pieces_of(number)
-        for start, length, end in pieces:
+        lengths.append([])
+        for piece in corpus.pieces_of(number):
+            tokens, shifted = read(corpus, piece)
+            length = len(tokens)
             answers[row, at : at + length] = answer
             answer += 1
-            ids[row, at : at + length] = corpus.tokens[start : start + length]
+            ids[row, at : at + length] = tokens
             positions[row, at : at + length] = np.arange(length)
-            targets = slice(start + 1, min(start + length + 1, end))
-            shifted = np.where(corpus.trained[targets], corpus.tokens[targets].astype(np.int64), IGNORED)
             labels[row, at : at + len(shifted)] = shifted
+            lengths[-1].append(length)
             at += length
         is_token[row, :at] = True
         if corpus.count_padding:
             positions[row, at:] = np.arange(length, length + corpus.seq_len - at)
-        lengths.append([*pieces[:, 1].tolist(), corpus.seq_len - int(at)])
-        if corpus.paired:
+        lengths[-1].append(corpus.seq_len - at)
+        if corpus.answers:
             of_rows = corpus.rows_of([number])
-            references.append(np.zeros(len(of_rows)) if corpus.reference is None else corpus.reference[of_rows])
+            known = corpus.reference
+            references.append(np.zeros(len(of_rows)) if known is None else known[reference][of_rows])
     documents, longest = document_bounds(lengths)
     batch: Batch = {
         "input_ids": torch.from_numpy(ids),
@@ -344,10 +396,26 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
         "documents": documents,
         "longest": longest,
     }
-    if rows[0][0].paired:
+    if rows[0][0].answers:
         batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
         batch["reference"] = torch.from_numpy(np.concatenate(references))
     return batch
+
+
+def _labels(tokens: Array, trained: Array) -> Array:
+    return np.where(trained, tokens.astype(np.int64), IGNORED)
+
+
+def prompt_length(trained: Array) -> int:
+    """Return how many tokens of a row are before its answer: before the first that is trained and can be predicted."""
+    return int(trained[1:].argmax()) + 1
+
+
+def widths_of_rows(starts: Ints, stops: Ints, trained: Flags, seq_len: int) -> Ints:
+    """Return for how many tokens each row needs space: of itself, and of its prompt with the answer before its own."""
+    rows = zip(starts.tolist(), stops.tolist(), strict=True)
+    prompts, lengths = np.array([prompt_length(trained[a:b]) for a, b in rows]), stops - starts
+    return np.maximum(lengths, np.minimum(prompts + np.roll(lengths - prompts, 1), seq_len))
 
 
 def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
@@ -373,6 +441,8 @@ def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
         for name in ("input_ids", "labels", "position_ids", "is_token", "answers")
         if name in batch
     }
+    if "mismatched" in batch:
+        own["mismatched"] = part_of_rows(batch["mismatched"], part, parts)
     return cast(Batch, {**batch, **own})
 
 
@@ -519,14 +589,18 @@ def epoch_order(seed: int, source: int, epoch: int, size: int) -> Ints:
     return np.random.default_rng([seed, epoch, 0, source]).permutation(size)
 
 
-def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int) -> tuple[Ints, Ints, Ints]:
+def cut_and_pack(
+    starts: Ints, stops: Ints, trained: Flags, data: Data, seed: int, widths: Ints | None = None
+) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
-    Rows that share sequences are shuffled by `seed`. Pieces without a label token are left out.
+    Rows that share sequences are shuffled by `seed`. Pieces without a label token are left out. `widths` [R]: the
+    tokens for which each row, which is one piece, needs space; None: its own.
     """
     if data.packing != "none":
         shuffled = np.random.default_rng([seed, 0, 2]).permutation(len(starts))  # [seed, epoch] is the stream's
         starts, stops = starts[shuffled], stops[shuffled]
+        widths = None if widths is None else widths[shuffled]
     # Rows are cut as if they followed one another without gaps; then the pieces are moved to where their rows are.
     ends = np.concatenate([[0], np.cumsum(stops - starts)])
     pieces = cut(ends, data)
@@ -539,7 +613,7 @@ def cut_and_pack(starts: Ints, stops: Ints, trained: Flags, data: Data, seed: in
         pieces, labels, shift = pieces[used], labels[used], shift[used]
     if not len(pieces):
         return pieces, np.zeros(1, np.int64), labels
-    order, offsets = pack(pieces[:, :2] - np.stack([shift, 0 * shift], axis=1), data)
+    order, offsets = pack(np.stack([pieces[:, 0] - shift, pieces[:, 1] if widths is None else widths], axis=1), data)
     return pieces[order], offsets, np.add.reduceat(labels[order], offsets[:-1])
 
 

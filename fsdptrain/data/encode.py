@@ -66,7 +66,7 @@ class Encoder:
         self.taking_space = tuple(token.content for token in found.values() if token.rstrip)
         self.continuing = _without_prefix_space(self.backend)
         self.render_conversation: ConversationRenderer | None = None
-        if data.format.is_chat or (data.format.is_paired and tokenizer.chat_template):
+        if data.format.is_chat or (data.format.answers and tokenizer.chat_template):
             self.render_conversation = ConversationRenderer(tokenizer, data, day)
         self.lengths = array("I")  # tokens of each row, or of both answers of a pair
         self.dropped = 0
@@ -86,6 +86,8 @@ class Encoder:
             found: Iterator[Row] = itertools.islice(encoded, len(made))
             if "place" not in row:  # for a conversation, the template decides what begins and ends it
                 found = itertools.starmap(self._with_begin_and_end, found)
+            if self.data.format.has_label:  # see `corpus.EncodedRows`
+                found = ((ids, bytes([row["label"]]) + mask[1:]) for ids, mask in found)
             for whole in zip(*[found] * self.data.format.rows, strict=True):
                 self.lengths.append(sum(len(ids) for ids, _ in whole))
                 if all(TRAINED in mask[1:] for _, mask in whole):
@@ -102,10 +104,10 @@ class Encoder:
                 raise DataError(
                     f"{row['place']}: the tokenizer has no chat template, which messages need: set data.chat_template"
                 )
-            prompt = row["prompt"] if form.is_paired else []
-            talks = [prompt + row[field] for field in form.fields]
+            prompt = row["prompt"] if form.answers else []
+            talks = [prompt + row[field] for field in form.text_fields]
             return [each for talk in talks for each in render(talk, row.get("tools"), row["place"], len(prompt))]
-        is_all = not form.is_paired and (data.train_on == "all" or not form.has_prompt)
+        is_all = not form.answers and (data.train_on == "all" or not form.has_prompt)
         parts = prompts_and_trained(row, data)
         return [(before + last, [(0 if is_all else len(before), len(before + last))]) for before, last in parts]
 
@@ -220,7 +222,7 @@ def encoded_apart(
 
 def renders_chat(tokenizer: Any, data: Data | None) -> bool:
     """Return whether a chat template renders prompts; None or preferences, which may be texts: if there is one."""
-    return data.format.is_chat if data and not data.format.is_paired else tokenizer.chat_template is not None
+    return data.format.is_chat if data and not data.format.answers else tokenizer.chat_template is not None
 
 
 def prompt_tokens(tokenizer: Any, messages: list[Message], data: Data | None, day: date | None = None) -> list[int]:

@@ -52,6 +52,7 @@ from fsdptrain.data.corpus import (
     TokenArray,
     cut_and_pack,
     split_pairs,
+    widths_of_rows,
 )
 from fsdptrain.data.encode import OF_TURNS, TRAINED, Encoder
 from fsdptrain.data.hub import go_offline_if_unreachable
@@ -319,6 +320,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
         notes["too_long"] = 0
     if data.turns == "split":
         notes["conversations"] = 0
+    if data.format.has_label:
+        notes["desirable"] = 0
     ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
     parts, unread, digest = list[tuple[str, int, bool]](), dict[str, list[Any]](), hashlib.sha256()
     for of_part, part in enumerate(encoded):
@@ -335,6 +338,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
                 tokens, flags = row
                 digest.update(len(flags).to_bytes(8) + tokens + flags)
                 notes["label_tokens"] += flags.count(TRAINED, 1)  # nothing predicts the first token of a row
+                if data.format.has_label:
+                    notes["desirable"] += flags[0]  # see `EncodedRows`
                 sizes[number] = len(flags)
         used = sizes > 0
         lengths.append(read)
@@ -473,6 +478,8 @@ def prepare(
             train, *held = packed(source.data, source.data.max_rows, wanted.get("fraction"))
         trained.append(train)
         held_out += held
+    if plan.sources[0].data.format.has_label:
+        _check_classes(trained)
     if plan.eval_path is not None:
         data = dataclasses.replace(plan.recipe.data, path=plan.eval_path, window=None)
         if data.sources:
@@ -481,6 +488,18 @@ def prepare(
     stream = Stream.of(plan.sources, trained, seed)
     corpus = Mixture.of(held_out) if held_out else stream.corpus
     return stream, list(range(len(corpus))) if held_out else [], corpus
+
+
+def _check_classes(corpora: list[Corpus]) -> None:
+    """Raise DataError if all answers that are judged one by one are of one class."""
+    desirable = sum(corpus.notes["desirable"] for corpus in corpora)
+    rows = sum(len(corpus.ends) - 1 for corpus in corpora)
+    if desirable in (0, rows):
+        found, other = ("desirable", "undesirable")[:: 1 if desirable else -1]
+        raise DataError(
+            f"data.columns: label: all {rows:,} answers are {found}, and there is nothing to compare them with: add "
+            f"{other} ones, or fine-tune on good answers alone with data.format: prompt_completion"
+        )
 
 
 @contextlib.contextmanager
@@ -544,6 +563,8 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     found_lost += [f"{counted(notes[what], 'turn')} {text}" for what, text in OF_TURNS.items() if notes.get(what)]
     if empty := notes.get("empty_files"):
         found_divided.append(f"{counted(empty, 'empty file')} skipped")
+    if "desirable" in notes:
+        found_divided.append(f"{share(notes['desirable'], len(rows.ends) - 1, 'answer')} are desirable")
     if notes.get("divided"):
         found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
     return found_lost, found_divided
@@ -575,11 +596,14 @@ def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None =
             starts, stops = np.insert(starts, row + 1, edge), np.insert(stops, row, edge)
             held = np.insert(held, row + 1, True)
         for name, side in zip(names, (~held, held), strict=False):
-            pieces, offsets, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
+            own, widths = (starts[side], stops[side]), None
+            if data.format.has_label:
+                widths = widths_of_rows(*own, rows.trained, data.seq_len)
+            pieces, offsets, labels = cut_and_pack(*own, rows.trained, data, seed, widths)
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {count} rows leaves none {use}")
-            if rows.paired:
+            if data.format.rows == 2:
                 pieces, offsets, labels = split_pairs(pieces, offsets, rows.ends, rows.trained)
             for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
@@ -656,7 +680,7 @@ def open_rows(
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
-        name=folder.name, paired=data.format.is_paired,
+        name=folder.name, answers=data.format.answers,
         unread=unread_in(folder, path),
     )  # fmt: skip
 

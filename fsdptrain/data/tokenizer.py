@@ -171,7 +171,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 def _training_texts(plan: Plan) -> Iterator[str]:
     for data in (source.data for source in plan.sources):
         for row in itertools.chain.from_iterable(read_rows(open_sources(data.path), data, data.max_rows)):
-            for value in (row[field] for field in {"prompt": None, **data.format.fields} if field in row):
+            for value in (row[field] for field in dict.fromkeys(["prompt", *data.format.text_fields]) if field in row):
                 contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
                 for content in contents:
                     yield from [part["text"] for part in content] if isinstance(content, list) else [content]

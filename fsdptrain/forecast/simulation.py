@@ -106,7 +106,8 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
 def micro_batches_to_simulate(plan: Plan, rank: int) -> int:
     """Return how many micro-batches a trace needs, of which `Trace.repeated` repeats the last but one."""
     parallel = plan.recipe.parallel
-    if parallel.schedule != "1f1b":  # forward passes come before other backward passes than their own
+    # Forward passes come before other backward passes than their own.
+    if parallel.schedule != "1f1b" or plan.recipe.train.objective.estimates_kl:
         return plan.accumulation
     # The first differs if it alone gathers weights that stay. In a pipeline some are ahead of the first backward pass.
     enough = 3 if plan.recipe.fsdp.strategy.gathers_once else 2
@@ -122,8 +123,11 @@ def batch_of_zeros(plan: Plan) -> Batch:
         "input_ids": ids, "labels": labels, "position_ids": positions, "is_token": torch.ones_like(ids).bool(),
         "documents": documents, "longest": seq_len,
     }  # fmt: skip
-    if plan.recipe.train.objective == "dpo":
-        batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(2, dtype=torch.float64)}
+    objective = plan.recipe.train.objective
+    if objective.answers:
+        batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(objective.answers, dtype=torch.float64)}
+    if objective.estimates_kl:
+        batch |= {"desirable": torch.ones(1, dtype=torch.bool), "mismatched": batch.copy()}
     return batch
 
 

@@ -122,7 +122,7 @@ class Trace:
             yield from self.events
             return
         yield from self.events[: starts[-2]]
-        for _ in range(micro_batches - len(starts) + 1):
+        for _ in range(max(1, micro_batches - len(starts) + 1)):
             yield from self.events[starts[-2] : starts[-1]]
         yield from self.events[starts[-1] :]
 

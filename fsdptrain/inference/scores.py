@@ -1,5 +1,5 @@
-"""The loss of a model on files, as a run's evaluation computes it on held-out rows: the mean over all label tokens, or
-of DPO over all pairs, with the rewards of their answers.
+"""The loss of a model on files, as a run's evaluation computes it on held-out rows: the mean over all units of the
+run's objective, and its measures.
 
 Every piece of a row is computed by itself, so that it does not matter how an architecture tells packed documents apart.
 """
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from fsdptrain.config.formats import Format, guess_format
 from fsdptrain.config.mixture import reading, sources_of
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE, SHOWN, Objective
 from fsdptrain.config.paths import find_data, path_fault, places
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_error
@@ -29,7 +30,7 @@ from fsdptrain.data.sources import first_source, readable_files
 from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
-from fsdptrain.model.loss import MEASURES, answer_sums, dpo_loss
+from fsdptrain.model.objectives import answers_loss, sum_answers
 from fsdptrain.model.units import nonfinite_names, nonfinite_note
 from fsdptrain.run_folder.events import Progress, progress_record
 from fsdptrain.run_folder.storage import url_fault
@@ -43,9 +44,10 @@ DEFAULT_SEQ_LEN = 2048  # or as many positions as the model has
 
 @dataclass(frozen=True)
 class Score:
-    """What a model scored on rows with so many label tokens, of which `units` are the tokens, or the pairs of DPO.
+    """What a model scored on rows with so many label tokens; `units` are those of `Objective.unit`.
 
-    `totals` are sums over the units: of their losses and, of pairs, of MEASURES.
+    `totals` are sums over the units: of their losses and, of answers, of the measures of the run's objective, and
+    how many units have each of these.
     """
 
     rows: int
@@ -53,10 +55,10 @@ class Score:
     units: int
     totals: np.ndarray[Any, Any]
 
-    def report(self) -> dict[str, Any]:
+    def report(self, objective: Objective) -> dict[str, Any]:
         """Return it for JSON."""
-        loss, *measures = (self.totals / self.units).tolist()
-        found = dict(zip(MEASURES, measures, strict=False)) or {"perplexity": math.exp(min(loss, 700.0))}
+        loss, measures = float(self.totals[0]) / self.units, self.totals[1:].reshape(2, -1)
+        found = objective.means(*measures.tolist()) if measures.size else {"perplexity": math.exp(min(loss, 700.0))}
         return {"loss": loss, **found, "tokens": self.tokens, "rows": self.rows}
 
 
@@ -71,16 +73,17 @@ class ReadAs:
 
 
 def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, screen: Screen) -> dict[str, Any]:
-    """Return loss and perplexity, or MEASURES, on each path (a value of `--data`) and in all, for JSON.
+    """Return loss and perplexity, or measures, on each path (a value of `--data`) and in all, for JSON.
 
-    Raises DataError for rows that cannot be read, RecipeError if only some of the paths have pairs, and NonFiniteError
-    for weights that are not finite.
+    Raises DataError for rows that cannot be read, RecipeError if only some of the paths have answers to judge, and
+    NonFiniteError for weights that are not finite.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))
 
     scores, files = [], []
+    objective = opened.plan.recipe.train.objective if opened.plan else DEFAULT_OBJECTIVE
     for path, place in zip(paths, _places_of_data(paths), strict=True):
         readable_files(place, progress=progress)  # downloads what is in an object store
         try:
@@ -91,15 +94,17 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
                 error.add_note("Here data.format and data.columns are the options --format and --column.")
             raise
         (corpus,) = pack_rows(rows, data, seed=0)
-        scores.append((_score_pairs if corpus.paired else _score_rows)(opened, corpus, progress))
+        scores.append((_score_answers if corpus.answers else _score_rows)(opened, corpus, progress))
         if not np.isfinite(scores[-1].totals).all() and (names := nonfinite_names(opened.model)):
             raise NonFiniteError(f"{opened.name}: {nonfinite_note(names)}")
         if len(scores[0].totals) != len(scores[-1].totals):
-            raise RecipeError(f"--data: one of {paths[0]} and {path} has pairs: evaluate them one after the other")
+            raise RecipeError(
+                f"--data: one of {paths[0]} and {path} has {objective.unit}s: evaluate them one after the other"
+            )
         notes = list(itertools.chain(*notes_on_rows(corpus)))
-        files.append({"path": path, **scores[-1].report(), "notes": notes})
+        files.append({"path": path, **scores[-1].report(objective), "notes": notes})
     everything = Score(*(sum(values) for values in zip(*map(dataclasses.astuple, scores), strict=True)))
-    return {"model": opened.name, "files": files, "all": everything.report()}
+    return {"model": opened.name, "files": files, "all": everything.report(objective)}
 
 
 def _places_of_data(paths: Sequence[str]) -> list[str]:
@@ -123,7 +128,7 @@ def _data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
 
 
 def _as_the_run_reads(opened: OpenedModel, place: str, read_as: ReadAs) -> Data | None:
-    """Return how the run reads such rows; None if it has another format, or pairs that these rows have not."""
+    """Return how the run reads such rows; None if it has another format, or answers that these rows have not."""
     source, data = opened.source(read_as.source), opened.data
     if data is None or source is None:
         return None
@@ -138,7 +143,7 @@ def _as_the_run_reads(opened: OpenedModel, place: str, read_as: ReadAs) -> Data 
     needed = [column for field in read.format.fields for column in places(read.columns.get(field, field))]
     fits = {*needed} <= {*first_source(place).columns}
     # Where a column is missing the error names it.
-    return read if fits or not (read_as.form or read.format.is_paired) else None
+    return read if fits or not (read_as.form or read.format.answers) else None
 
 
 def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
@@ -146,7 +151,12 @@ def _as_columns_say(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:
     if read_as.form is None and likely is None:
         raise unknown_columns_error(place)
     form = likely[0] if likely and read_as.form is None else next(each for each in Format if each == read_as.form)
-    if form.is_paired:
+    if form.has_label:
+        raise RecipeError(
+            f"{place} has judged answers, which only a run with such an objective compares: keep the good ones, "
+            "without the column of labels"
+        )
+    if form.answers:
         raise RecipeError(
             f"{place} has two answers in a row: say which is read, such as --format prompt_completion --column "
             "completion=chosen"
@@ -167,17 +177,39 @@ def _score_rows(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Scor
     return Score(corpus.notes["rows"], tokens, tokens, np.array([total]))
 
 
-def _score_pairs(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
-    """Return the score of pairs: the loss of DPO, and MEASURES; the reference is the model with which the run began."""
+def _score_answers(opened: OpenedModel, corpus: Corpus, progress: Progress) -> Score:
+    """Return the score by the objective of the run; the reference is the model with which the run began."""
     assert opened.plan is not None
-    with opened.reference() as reference:
-        before = [log_probs for log_probs, _ in _log_probs(reference, corpus, progress)]
-    now, answers = (torch.cat(each) for each in zip(*_log_probs(opened.model, corpus, progress), strict=True))
-    of_labels: Any = {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
-    of_labels["reference"] = answer_sums(torch.cat(before), of_labels, None)[0]
-    loss, measures = dpo_loss(now, of_labels, opened.plan.recipe.train.dpo, 1)
-    totals = np.array([float(loss), *measures.tolist()])
-    return Score(corpus.notes["rows"], len(now), len(corpus.pieces) // 2, totals)
+    train = opened.plan.recipe.train
+    sets = [corpus, _mismatched(corpus)] if train.objective.estimates_kl else [corpus]
+    own = [_judged(opened.model, each, progress) for each in sets]
+    if train.objective.needs_reference:
+        with opened.reference() as reference:
+            for (_, batch), each in zip(own, sets, strict=True):
+                batch["reference"] = sum_answers(*_judged(reference, each, progress), None).sums
+    log_probs, batch = own[0]
+    for others in own[1:]:
+        batch["kl"] = sum_answers(*others, None).ratios.mean().clamp(min=0)
+        batch["desirable"] = torch.from_numpy(np.concatenate([*map(corpus.desirable, range(len(corpus)))]))
+    loss, measures = answers_loss(train, log_probs, batch, 1)
+    totals = np.array([float(loss), *measures.flatten().tolist()])
+    return Score(corpus.notes["rows"], len(log_probs), corpus.divisor(range(len(corpus))), totals)
+
+
+def _judged(model: Any, corpus: Corpus, progress: Progress) -> tuple[torch.Tensor, Any]:
+    """Return the log-probability of each label, and what `sum_answers` reads of a batch: to which answer it belongs."""
+    log_probs, answers = (torch.cat(each) for each in zip(*_log_probs(model, corpus, progress), strict=True))
+    return log_probs, {"answers": answers, "labels": answers, "reference": torch.zeros(len(corpus.pieces))}
+
+
+def _mismatched(corpus: Corpus) -> Corpus:
+    """Return a corpus of the mismatched rows, in the order of the pieces."""
+    tokens, labels = zip(*map(corpus.mismatched, corpus.pieces), strict=True)
+    trained = np.concatenate([np.append(False, row != IGNORED) for row in labels])
+    lengths = np.array([len(row) for row in tokens])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    pieces = np.stack([ends[:-1], lengths, ends[1:]], axis=1)
+    return dataclasses.replace(corpus, tokens=np.concatenate(tokens), trained=trained, ends=ends, pieces=pieces)
 
 
 def _log_probs(model: Any, corpus: Corpus, progress: Progress) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -199,7 +231,7 @@ def _batches(corpus: Corpus, alone: bool) -> Iterator[tuple[Ints, Batch]]:
         some = order[first : first + (1 if alone else max(1, TOKENS // longest))]
         first += len(some)
         rows = dataclasses.replace(
-            corpus, pieces=corpus.pieces[some], offsets=np.arange(len(some) + 1), seq_len=longest, paired=False
+            corpus, pieces=corpus.pieces[some], offsets=np.arange(len(some) + 1), seq_len=longest, answers=0
         )
         yield some, rows.batch(range(len(some)))
 
@@ -221,8 +253,7 @@ def show_scores(found: dict[str, Any], page: Page) -> None:
     """Print one line for each file and, if there are several, one for all."""
     page.say(found["model"])
     columns = {
-        "loss": ("loss", ".4f"), "perplexity": ("perplexity", ".2f"), "accuracy": ("accuracy", ".1%"),
-        "margin": ("margin", ".4f"), "rewards_chosen": ("chosen", "+.4f"), "rewards_rejected": ("rejected", "+.4f"),
+        "loss": ("loss", ".4f"), "perplexity": ("perplexity", ".2f"), **SHOWN,
         "tokens": ("label tokens", ","), "rows": ("rows", ","),
     }  # fmt: skip
     shown = {name: how for name, how in columns.items() if name in found["all"]}

@@ -5,9 +5,8 @@ gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept. With
 torch.compile, all rows of a chunk are one kernel or two.
 
-A loss that is no plain sum over tokens, as DPO (Rafailov et al., arXiv:2305.18290), needs the log-probability of each
-label first. Its backward computes the logits of a chunk again. Sums over answers are computed in float64: differences
-of sums of hundreds are small.
+A loss that is no plain sum over tokens (see `model.objectives`) needs the log-probability of each label first. Its
+backward computes the logits of a chunk again.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from fsdptrain.config.schema import Dpo
-from fsdptrain.data.corpus import IGNORED, Batch
+from fsdptrain.data.corpus import IGNORED
 from fsdptrain.errors import RecipeError, error_summary
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
@@ -353,48 +350,3 @@ def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -
         return a @ b
     total = total.float()
     return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
-
-
-# -------------------------------------------------------------------------------------------------------- preferences
-
-MEASURES = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
-
-
-def answer_sums(
-    log_probs: torch.Tensor, batch: Batch, sharers: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each answer, and its number of trained tokens, both float64 [answers].
-
-    `log_probs` float32 [T] is 0 where there is no label. Of ranks that share rows each has a part of an answer's
-    tokens; the sums are over all of them, and the gradient reaches the rank's own.
-    """
-    answers, labels, count = batch["answers"].flatten(), batch["labels"].flatten(), len(batch["reference"])
-    own = torch.stack([log_probs.double(), (labels != IGNORED).double()], dim=1)
-    sums = own.new_zeros(count + 1, 2).index_add(0, answers, own)[:count]  # the last is of padding
-    if sharers is not None:
-        whole = sums.detach().clone()
-        dist.all_reduce(whole, group=sharers)
-        sums = sums + (whole - sums.detach())
-    return sums[:, 0], sums[:, 1]
-
-
-def dpo_loss(
-    log_probs: torch.Tensor, batch: Batch, dpo: Dpo, divisor: Divisor, sharers: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a micro-batch's pairs over `divisor`, float32, and their summed MEASURES, float64 [4].
-
-    Of ranks that share rows each returns its part: they add up to the whole.
-    """
-    sums, tokens = answer_sums(log_probs, batch, sharers)
-    chosen, rejected = (dpo.beta * (sums - batch["reference"])).view(-1, 2).T
-    margin = chosen - rejected
-    losses = -(1 - dpo.label_smoothing) * functional.logsigmoid(margin)
-    if dpo.label_smoothing:
-        losses = losses - dpo.label_smoothing * functional.logsigmoid(-margin)
-    if dpo.sft_weight:
-        losses = losses - dpo.sft_weight * sums[::2] / tokens[::2]
-    loss = losses.sum() / divisor
-    measures = torch.stack([chosen, rejected, margin, (margin > 0).double()]).detach().sum(dim=1)
-    if sharers is not None:  # each computes the same loss, of which the gradient is that of its own tokens
-        loss, measures = loss - loss.detach() * (1 - 1 / sharers.size()), measures / sharers.size()
-    return loss.float(), measures

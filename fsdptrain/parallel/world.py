@@ -430,4 +430,6 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return a micro-batch whose tensors are on `device`."""
     moved = {name: send(x, device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    if "mismatched" in batch:
+        moved["mismatched"] = to_device(batch["mismatched"], device)
     return cast(Batch, moved)

@@ -206,7 +206,7 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
         settings += "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
-        text = QUESTION + data.separator if data.format.has_prompt or data.format.is_paired else "Once upon a time"
+        text = QUESTION + data.separator if data.format.has_prompt or data.format.answers else "Once upon a time"
         encode = f'tokenizer({json.dumps(text, ensure_ascii=False)}, return_tensors="pt").input_ids'
     return [
         *imports,

@@ -20,6 +20,7 @@ PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
 MEMORY_DIFFERS = 0.1  # share of the largest peak by which another rank's is noticeably less
 SAMPLE_COLUMNS = 120  # of what the model writes behind a prompt, at most
 LINES = 20  # of each kind that stay above the live line over a whole run, about
+QUALITY = {"perplexity": ".2f", "margin": ".4f", "accuracy": ".1%", "kl": ".4f"}  # beside the loss, if events have it
 
 
 class Screen:
@@ -122,7 +123,7 @@ class Screen:
         eta = max(0, total - step) * statistics.fmean(self.state.step_times)
         parts = [
             Part(1, f"loss {record['loss']:.4f}"),
-            *([Part(2, f"accuracy {record['accuracy']:.1%}")] if "accuracy" in record else []),
+            *(Part(2, text) for text in _quality(record, "accuracy" if "accuracy" in record else "margin")),
             Part(2, rate(record["positions_per_s"])),
             Part(3, f"ETA {duration(eta)}"),
             Part(5, f"lr {record['lr']:.2e}"),
@@ -165,11 +166,8 @@ class Screen:
         step = record["step"]
         if not self.live or self._is_line_due("eval", step, self._total_steps(step)):
             sources = "  ".join(f"{name} {loss:.4f}" for name, loss in record.get("losses", {}).items())
-            quality = f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
-            if "perplexity" in record:
-                quality = f"perplexity {record['perplexity']:.2f}"
             self.say(
-                f"eval at step {step}: loss {record['loss']:.4f}  {quality}  "
+                f"eval at step {step}: loss {record['loss']:.4f}  {'  '.join(_quality(record, *QUALITY))}  "
                 f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)
             )
         if not self.state.step_times:
@@ -245,6 +243,10 @@ class Screen:
     def paste(self, text: str) -> None:
         """Print lines that can be pasted elsewhere: a terminal breaks long ones, which adds no line breaks."""
         self.console.print(Text(f"\n{text}"), soft_wrap=True)
+
+
+def _quality(record: Record, *names: str) -> list[str]:
+    return [f"{name} {record[name]:{QUALITY[name]}}" for name in names if name in record]
 
 
 def _comparison_text(compared: list[Record]) -> str:

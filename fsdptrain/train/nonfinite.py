@@ -29,6 +29,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], divisor: i
     """
     mine: list[Watched] = []
     with _watched_outputs(engine.model) as bad_units, nonfinite_gradients(engine.model) as bad_names:
+        engine.estimate_kl(batches, divisor)
         engine.seed(step)
         begin_backward(engine.model, engine.plan.recipe.fsdp, last=True)
         for batch in batches:

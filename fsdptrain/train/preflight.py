@@ -270,7 +270,7 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
         raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None
     if not causal:
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
-    pairs = recipe.train.objective == "dpo"  # not even data.packing=none puts their answers into sequences of their own
+    pairs = recipe.train.objective.shares_sequences  # not even data.packing=none puts their answers apart
     if not apart:
         way_out = "use another model, or learn the chosen answers alone, with train.objective=next_token"
         raise RecipeError(
@@ -292,8 +292,10 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
 
 def why_shared(plan: Plan) -> str:
     """Return the key and value by which several documents may share a sequence."""
-    pairs = plan.recipe.train.objective == "dpo"
-    return "train.objective: dpo" if pairs else f"data.packing: {plan.recipe.data.packing}"
+    objective = plan.recipe.train.objective
+    return (
+        f"train.objective: {objective}" if objective.shares_sequences else f"data.packing: {plan.recipe.data.packing}"
+    )
 
 
 def why_together(name: str, probe: Probe) -> str:

@@ -1,4 +1,4 @@
-"""The log-probabilities of preferences under the reference, which is the model as it starts: computed once, and kept.
+"""The log-probabilities of answers under the reference, which is the model as it starts: computed once, and kept.
 
 No second model is held. A resume cannot compute them from trained weights, so the run folder has them, with checksums.
 """
@@ -23,16 +23,16 @@ from fsdptrain.train.pace import StopPoll
 from fsdptrain.train.setup import Inputs, Session
 from fsdptrain.train.step import Engine
 
-Sums = dict[str, np.ndarray[Any, np.dtype[np.float64]]]  # digest of rows → for each row, the log-probability
+Sums = dict[str, np.ndarray[Any, np.dtype[np.float64]]]  # digest of rows → `Corpus.reference` of all of them
 
 
 def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointer: Checkpointer) -> Inputs:
-    """Return the inputs with the reference's log-probabilities, if the run learns from preferences; collective.
+    """Return the inputs with the reference's log-probabilities, if the objective needs them; collective.
 
     They are computed with the weights of the engine, which are those of the start, or read by a resume. Raises
     CheckpointError if a resume does not find them, Stopped after a stop signal, and NonFiniteError.
     """
-    if inputs.plan.recipe.train.objective != "dpo":
+    if not inputs.plan.recipe.train.objective.needs_reference:
         return inputs
     stream, eval_corpus, folder = inputs.stream, inputs.eval_corpus, session.rundir.reference
     corpora = [*stream.corpus.parts, *(eval_corpus.parts if inputs.held_out else [])]
@@ -40,7 +40,9 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
         digests = [corpus.digest for corpus in corpora]
         sums = checkpointer.from_rank_zero("read the reference", partial(_read, folder, digests))
     else:
-        sums = {corpus.digest: np.zeros(len(corpus.ends) - 1) for corpus in corpora}  # some held out, some trained
+        passes = 1 + inputs.plan.recipe.train.objective.estimates_kl
+        # Of each row, whether it is held out or trained.
+        sums = {corpus.digest: np.zeros((passes, len(corpus.ends) - 1)) for corpus in corpora}
         for corpus in corpora:
             _compute(session, engine, corpus, sums[corpus.digest])
         for each in sums.values():  # one rank has the number of a row, and the others 0
@@ -68,7 +70,7 @@ def _compute(session: Session, engine: Engine, corpus: Corpus, sums: np.ndarray[
 
     rows, found = engine.answer_log_probs(corpus, range(len(corpus)), on_batch)
     if engine.plan.part_of_row(engine.world.rank) == 0:
-        sums[rows] = found
+        sums[:, rows] = found
 
 
 def _read(folder: Path, digests: list[str]) -> Sums:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.expert_parallel import ExpertLoads
 from fsdptrain.model.float8 import unrounded
-from fsdptrain.model.loss import MEASURES, Divisor, answer_sums, dpo_loss
+from fsdptrain.model.loss import Divisor
+from fsdptrain.model.objectives import answers_loss, sum_answers
 from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
@@ -69,7 +71,7 @@ class StepStats:
     rank when it last read, 0 before. One number for each rank: `peak_memory` in bytes; `alloc_retries`, of the
     allocator since the process began; `data_s` (the wait for data, 0 if the device had work left from the step
     before) and `compute_s` (the forward passes of the decoder layers) in seconds. `expert_load` is that of
-    `ExpertLoads`. `measures` are the means of MEASURES over the pairs, if it learns from them.
+    `ExpertLoads`. `measures` are the means of `Objective.measures` over its units.
     """
 
     loss: float
@@ -131,8 +133,11 @@ class Engine:
         counts = [0.0 if name in repeated else 1.0 for name, _ in trained]
         shares = world.replicas * torch.tensor(counts, dtype=torch.float64) / torch.tensor(copies)
         self._norm_shares = send(shares, self._shard_device)
-        pairs = len(MEASURES) * (plan.recipe.train.objective == "dpo")
-        self._measures = torch.zeros(pairs, dtype=torch.float64, device=world.device)  # sums over pairs, if it has some
+        self._objective = plan.recipe.train.objective
+        # Of the measures of the objective, sums over units, and over how many.
+        measures = len(self._objective.averaged)
+        self._measures = torch.zeros(2, measures, dtype=torch.float64, device=world.device)
+        self._kl = torch.zeros((), dtype=torch.float64, device=world.device)
         # Ranks with heads of their own have them for all tokens of their group.
         whole = world.tensor is not None and not divides_attention(model) and world.sharers is not None
         self._exchange = varlen.Exchange(world.sharers) if whole and world.sharers else world.context
@@ -143,7 +148,7 @@ class Engine:
     ) -> QueuedStep:
         """Queue optimizer step number `step` (from 0) on this rank's micro-batches; `read` returns its numbers.
 
-        `divisor` counts the label tokens (or pairs) of the global batch; the loss is the sum over all of them divided
+        `divisor` counts the units of the global batch (`Objective.unit`); the loss is the sum over all of them divided
         by it. `stop` (a stop request) and `data_s` are this rank's own. Nothing is updated if loss or gradient of any
         rank is not finite, in this step or in an earlier one that was not read yet.
         """
@@ -161,7 +166,7 @@ class Engine:
         measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         unscaled = square / scale.square() if self.loss_scale else square[None]
         numbers = [loss.double()[None], unscaled, scale, torch.tensor(measured, dtype=torch.float64)]
-        numbers += [self._measures / (divisor or 1), self._loads.largest_over_mean()]
+        numbers += [self._measures.flatten(), self._loads.largest_over_mean()]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
         ranks = ranks.to(self._shard_device)
@@ -185,7 +190,7 @@ class Engine:
         """Return what a step measured. Raises NonFiniteError as `read` does."""
         losses, squares, scales, stops, peaks, *others = queued.numbers.read().T
         reserved, retries, data_seconds, compute_seconds, usual, *rest = others
-        measures, loads = rest[: len(self._measures)], rest[len(self._measures) :]
+        measures, loads = rest[: self._measures.numel()], rest[self._measures.numel() :]
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         overflows = math.isfinite(mean) and not math.isfinite(norm) and scales[0] > 1  # as `LossScale.overflows`
         if not (overflows or (math.isfinite(mean) and math.isfinite(norm))):
@@ -204,11 +209,14 @@ class Engine:
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
             expert_load=float(loads[0].max()) if loads else 0.0,
-            measures=dict(zip(MEASURES, (float(each.sum()) for each in measures), strict=bool(measures))),
+            measures=self._objective.means(
+                *np.reshape([each.sum() for each in measures], self._measures.shape).tolist()
+            ),
         )
 
     def accumulate(self, step: int, batches: Sequence[Batch], divisor: int) -> torch.Tensor:
         """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
+        self.estimate_kl(batches, divisor)
         self.seed(step)
         if self._router_loss.wanted:
             self._router_loss.begin_step()
@@ -247,15 +255,31 @@ class Engine:
         self.seed(step)
         return self._router_loss.finish_forward()
 
+    def estimate_kl(self, batches: Iterable[Batch], rows: int) -> None:
+        """Estimate the KL divergence from the reference for the losses of `batches`, if the objective needs it.
+
+        As published, it is the mean over mismatched rows, of all `rows` of all ranks, without dropout; collective.
+        """
+        if not self._objective.estimates_kl:
+            return
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        with self.forward_only():
+            for batch in batches:
+                other = to_device(batch["mismatched"], self.world.device)
+                total += sum_answers(self._log_probs(other), other, self.world.sharers).ratios.sum()
+                self.on_progress()
+        sharers = self.world.sharers.size() if self.world.sharers else 1  # each has the whole of their sum
+        self._kl = (self.world.all_gather(total[None]).sum() / sharers / max(1, rows)).clamp(min=0)
+
     def seed(self, step: int) -> None:
         """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: Divisor, chunk: int = 0, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the loss summed over the label tokens or pairs of a micro-batch, divided by `divisor`, in float32.
+        """Return the loss summed over the units of a micro-batch, divided by `divisor`, in float32.
 
-        Sums over its pairs are added to those of MEASURES. It is 0 if all labels are masked. Of a pipeline, `chunk` is
-        the rank's stage and `hidden` its input; stages but the last return hidden states. Raises RecipeError if the
+        Sums over its units are added to those of the measures. It is 0 if all labels are masked. Of a pipeline, `chunk`
+        is the rank's stage and `hidden` its input; stages but the last return hidden states. Raises RecipeError if the
         architecture cannot be computed with these units or dtypes.
         """
         try:
@@ -297,8 +321,9 @@ class Engine:
         if not self.stages.is_last(chunk):
             states: torch.Tensor = self.model(**self._inputs(batch, chunk, hidden))
             return states
-        if train.objective == "dpo":
-            loss, measures = dpo_loss(self._log_probs(batch), batch, train.dpo, divisor, self.world.sharers)
+        if self._objective.answers:
+            batch = {**batch, "kl": self._kl}
+            loss, measures = answers_loss(train, self._log_probs(batch), batch, divisor, self.world.sharers)
             self._measures += measures
             return loss
         inputs = self._inputs(batch, chunk, hidden)
@@ -379,8 +404,8 @@ class Engine:
 
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
-    ) -> tuple[float, int, dict[str, float]] | None:
-        """Return mean loss, label tokens and mean measures over the sequences `numbers` of `corpus`.
+    ) -> tuple[float, int, Any] | None:
+        """Return mean loss, label tokens, and [2, measures] (sums, counts) over the sequences `numbers` of `corpus`.
 
         Returns None if `stops` returned True. Every rank computes a share of them, padded to equal counts. `stops` is
         called before every micro-batch, or as many as a pipeline has at once, and must return the same on every rank.
@@ -395,8 +420,10 @@ class Engine:
             self.on_progress()
             return loss
 
+        shares, at_once = [*self._shares(numbers)], self.stages.at_once
+        parts = (self._own_part(corpus.batch(rows)) for rows in shares)
+        self.estimate_kl(itertools.takewhile(lambda _: not stops(), parts), corpus.divisor(numbers))
         with self.forward_only():
-            shares, at_once = [*self._shares(numbers)], self.stages.at_once
             for first in range(0, len(shares), at_once):
                 if stops():
                     return None
@@ -404,8 +431,8 @@ class Engine:
                 batches = [self._own_part(corpus.batch(rows)) for rows in mine]
                 self.stages.evaluate(len(mine), batches[0]["input_ids"].shape, functools.partial(forward, batches))
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
-        loss_sum, *sums = (self.world.gather(torch.cat([total[None], self._measures])).sum(axis=0) / divisor).tolist()
-        return loss_sum, tokens, dict(zip(MEASURES, sums, strict=bool(sums)))
+        loss_sum, *sums = self.world.gather(torch.cat([total[None], self._measures.flatten()])).sum(axis=0).tolist()
+        return loss_sum / divisor, tokens, np.reshape(sums, self._measures.shape)
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
@@ -418,21 +445,23 @@ class Engine:
     def answer_log_probs(
         self, corpus: Corpus, numbers: Sequence[int], on_batch: Callable[[int, int], None]
     ) -> tuple[Any, Any]:
-        """Return the rows of the answers in sequences `numbers`, and the log-probability of each, float64; collective.
+        """Return the rows of the answers in sequences `numbers`, and the log-probability of each; collective.
 
+        Float64 [1, answers], or [2, answers] with those of mismatched rows.
         Nothing is trained; `on_batch` is called before each micro-batch, with its number and their count.
         """
-        rows, found = [np.zeros(0, np.int64)], [torch.zeros(0, dtype=torch.float64)]
+        rows, found = [np.zeros(0, np.int64)], list[torch.Tensor]()
         shares = [*self._shares(numbers)]
         with self.forward_only():
             for i, mine in enumerate(shares):
                 on_batch(i, len(shares))
                 batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
-                sums, _ = answer_sums(self._log_probs(batch), batch, self.world.sharers)
+                passes = [batch, batch["mismatched"]] if self._objective.estimates_kl else [batch]
+                sums = [sum_answers(self._log_probs(each), each, self.world.sharers).sums for each in passes]
                 rows.append(corpus.rows_of(mine))
-                found.append(sums.cpu())
+                found.append(torch.stack(sums).cpu())
                 self.on_progress()
-        return np.concatenate(rows), torch.cat(found).numpy()
+        return np.concatenate(rows), torch.cat(found, dim=1).numpy()
 
     def _own_part(self, batch: Batch) -> Batch:
         """Return this rank's part of each row."""

@@ -423,8 +423,8 @@ class Trainer:
                 break
         return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
 
-    def report_evaluation(self, done: int, results: list[tuple[float, int, dict[str, float]]]) -> float:
-        """Write the `eval` event of (loss, label tokens, measures) of each held-out set, and of all sets together.
+    def report_evaluation(self, done: int, results: list[tuple[float, int, Any]]) -> float:
+        """Write the `eval` event of what `Engine.evaluate` returns of each held-out set, and of all sets together.
 
         Returns the loss of all.
         """
@@ -437,7 +437,7 @@ class Trainer:
 
         loss, names = mean(of_sets), [source.name for source in self.plan.sources]
         losses = dict(zip(names, of_sets, strict=True)) if len(results) > 1 else {}
-        fields = {name: mean(each[name] for each in measures) for name in measures[0]}
+        fields = self.plan.recipe.train.objective.means(*sum(measures).tolist())
         fields = fields or {"perplexity": math.exp(min(loss, 700.0))}
         self.reporter.event(
             "eval", step=done, loss=loss, tokens=sum(tokens), **fields, **({"losses": losses} if losses else {})

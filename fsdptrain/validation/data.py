@@ -341,7 +341,7 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
     available = sum(source.counted() for source in sources)
     for batch in read_rows(sources, data, MOST_ROWS):
         for row in batch:
-            texts = [str(row[field]) for field in data.format.fields]
+            texts = [str(row[field]) for field in data.format.text_fields]
             lengths.append(-(-sum(len(text.encode()) for text in texts) // BYTES_PER_TOKEN))
         findings.send_progress("read", len(lengths), min(available, MOST_ROWS))
     return RowLengths(np.array(lengths), available)

@@ -278,11 +278,12 @@ def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], finding
 def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> Iterator[str]:
     """Yield how long that takes which is in no step; `data` has the numbers of sequences and steps."""
     train, wanted = plan.recipe.train, plan.recipe.eval
-    forward_s = step_s / 3  # of a global batch: backward takes twice as long
-    held_out_s = data["eval_sequences"] / train.global_batch_size * forward_s
-    if train.objective == "dpo":
-        reference_s = data["sequences"] / train.global_batch_size * forward_s + held_out_s
-        yield f"before step 1, the reference reads all pairs: about {duration(reference_s)}"
+    passes = 1 + train.objective.estimates_kl
+    forward_s = step_s / (2 + passes)  # of a global batch: backward takes twice as long
+    held_out_s = passes * data["eval_sequences"] / train.global_batch_size * forward_s
+    if train.objective.needs_reference:
+        reference_s = passes * data["sequences"] / train.global_batch_size * forward_s + held_out_s
+        yield f"before step 1, the reference reads all {train.objective.unit}s: about {duration(reference_s)}"
     if data["eval_sequences"]:
         often = 1 + -(-data["steps"] // (wanted.every or data["steps"]))
         micro_batches = -(-len(wanted.prompts) // train.micro_batch_size)  # every rank computes all of them

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdptrain.config.keys import flat, yaml_text
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE, Objective
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault, places
 from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.config.schema import Data, Recipe, Treatment
@@ -95,8 +96,8 @@ class Starter:
         stems = Path(self.model.rstrip("/")).name, Path(places(self.path)[0].rstrip("/")).name.partition(".")[0]
         name = re.sub(r"[^a-z0-9.]+", "-", "-".join(stems).lower()).strip("-.")
         rate, objective = "2e-5", ""
-        if self.read_as.format.is_paired:
-            rate, objective = "1e-6", "  objective: dpo # learn which of two answers is preferred\n"
+        if (usual := Objective.usual(self.read_as.format)) is not DEFAULT_OBJECTIVE:
+            rate, objective = "1e-6", f"  objective: {usual} # {usual.says}\n"
         text = RECIPE.format(
             keys=written,
             dest=self.dest,

@@ -1,7 +1,8 @@
-"""Make the pairs of the `verses-dpo` recipe from Shakespeare's text: `python recipes/data/verses.py`.
+"""Make the rows of the `verses-…` recipes from Shakespeare's text: `python recipes/data/verses.py`.
 
 A prompt has the beginning of a speech; the chosen answer is its next line, the rejected one has the words of that line
-in another order. No speech of the held-out pairs is in a pair for training.
+in another order. No speech of the held-out pairs is in a pair for training. Of each pair one answer is a row of the
+files of `verses-kto`, with the label whether it is the chosen one.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 TRAIN, TEST = 400, 60
 
 
-def make_rows() -> dict[str, list[dict[str, str]]]:
-    """Return the rows of both files by the file's name."""
+def make_rows() -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of all files by the file's name."""
     text = (FOLDER / "tinyshakespeare.txt").read_text(encoding="utf-8")
     speeches = dict.fromkeys(tuple(part.split("\n")[:3]) for part in text.strip().split("\n\n"))  # each once
     drawn = random.Random(0)
@@ -27,7 +29,14 @@ def make_rows() -> dict[str, list[dict[str, str]]]:
         while words == speech[2].split():
             drawn.shuffle(words)
         rows.append({"prompt": f"{speech[0]}\n{speech[1]}\n", "chosen": speech[2], "rejected": " ".join(words)})
-    return {"verses-test.jsonl": rows[:TEST], "verses-train.jsonl": rows[TEST:]}
+    judged = [
+        {"prompt": row["prompt"], "completion": row[("rejected", "chosen")[number % 2]], "label": number % 2 == 1}
+        for number, row in enumerate(rows)
+    ]
+    return {
+        "verses-test.jsonl": rows[:TEST], "verses-train.jsonl": rows[TEST:],
+        "verses-judged-test.jsonl": judged[:TEST], "verses-judged-train.jsonl": judged[TEST:],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from support import ROOT
 from fsdptrain.config import rules
 from fsdptrain.config.keys import KEYS, SECTIONS, RecipeLoader, accepts, flat, json_schema, key_of, value_at, yaml_text
 from fsdptrain.config.names import foreign_values, leading_key, replacement_message, replacement_of, replacements
+from fsdptrain.config.objectives import Objective
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Data, Model, Recipe
@@ -333,7 +334,8 @@ def needed(path: str) -> list[str]:
     }  # fmt: skip
     needs = KEYS[path].needs
     own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
-    own += ["data.format=preference"] * ("train.objective=dpo" in own)
+    if "train.objective" in needs:
+        own += [f"data.format={Objective(needs['train.objective'][0]).formats[0]}"]
     own += ["parallel.pipeline=2"] * ("parallel.schedule=interleaved" in own)
     return [*own, *(word for other in needs for word in needed(other))]
 

@@ -242,8 +242,11 @@ def test_texts_between_conversations_stay_where_they_are(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("row", [{"prompt": [USER], "completion": [ANSWER]}, talk(ANSWER)], ids=["prompt", "messages"])
 def test_answers_of_kto_are_not_trained_as_good_ones(row: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"preference data without pairs \(label"):
-        read(put(tmp_path, row | {"label": False}))
+    path = put(tmp_path, row | {"label": False})
+    assert read(path)[0][0]["completion"] == [ANSWER] and read(path)[0][0]["label"] is False
+    form = Format.chat if "messages" in row else Format.prompt_completion
+    with pytest.raises(DataError, match=r"label says whether an answer is good, .*feedback with train.objective: kto"):
+        next(read_rows(open_sources(path), Data(format=form), None))
 
 
 def test_an_optional_column_is_read_in_the_rows_that_have_it(tmp_path: Path) -> None:

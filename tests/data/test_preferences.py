@@ -149,12 +149,21 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.objective=next_token"], "data.format: preference is trained with train.objective: dpo"),
-        (["data.format=text"], "data.format: text has no pairs for train.objective: dpo"),
+        (
+            ["train.objective=next_token"],
+            "data.format: preference cannot be trained .*next_token: use train.objective: dpo or ipo or simpo or orpo$",
+        ),
+        (
+            ["data.format=text"],
+            "data.format: text cannot be trained .*dpo: use train.objective: next_token, or data.format: preference",
+        ),
         (["data.packing=concat"], "data.packing: concat divides pairs"),
-        (["data.train_on=all"], "data.train_on: all compares the prompts"),
+        (["data.train_on=all"], "data.train_on: all judges prompts"),
         (["data.long_rows=split"], "data.long_rows: split divides pairs"),
-        (["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "b: format: text has no pairs"),
+        (
+            ["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"],
+            "b: format: text cannot be trained with train.objective: dpo",
+        ),
         (["data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "b: long_rows: split divides"),
         (["data.columns={chosen: [a, b]}"], "`chosen` must be a single column"),
         (["train.dpo.beta=0"], "train.dpo.beta: 0"),

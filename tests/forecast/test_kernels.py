@@ -13,6 +13,7 @@ from simulated import SMALL, config_of, plan_of
 from support import in_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdptrain.config.objectives import Objective
 from fsdptrain.forecast.kernels import CUDA_ATTENTION, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.forecast.recorder import Recorder
 from fsdptrain.forecast.server import estimate
@@ -111,7 +112,9 @@ def check_step_on_hopper(folder: str) -> None:
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
     assert estimate(plan, config, H100, True).attention == "cuDNN"
-    pairs = varied(plan, {"data.format": "preference", "train.objective": "dpo", "model.attn_implementation": "auto"})
+    pairs = varied(
+        plan, {"data.format": "preference", "train.objective": Objective.dpo, "model.attn_implementation": "auto"}
+    )
     for kernel in ("auto", "flash_attention_2"):  # which need no mask for the answers of a pair
         named = varied(pairs, {"model.attn_implementation": kernel})
         assert estimate(named, config, H100, True).attention == "FlashAttention 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -209,8 +210,12 @@ def test_the_collectives_of_real_ranks_are_those_of_the_forecast(tmp_path: Path)
         tmp_path, model__config={**SMALL, "num_hidden_layers": 2}, data__seq_len=128, data__packing="none",
         train__micro_batch_size=2, train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
     )  # fmt: skip
-    found = on_ranks(2, collectives, tmp_path / "out", recipe=str(recipe), variants=RANKED)[0]
-    for name, overrides in RANKED.items():
+    rows = [{"prompt": f"{i}?", "completion": "It is so. " * 9, "label": i % 2 == 0} for i in range(64)]
+    (tmp_path / "feedback.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = ["train.objective=kto", "data.format=feedback", f"data.path={tmp_path / 'feedback.jsonl'}"]
+    variants = {**RANKED, "judged, accumulated": [*judged, "train.global_batch_size=12"]}
+    found = on_ranks(2, collectives, tmp_path / "out", recipe=str(recipe), variants=variants)[0]
+    for name, overrides in variants.items():
         plan = planned(recipe, *overrides, ranks=2)
         called = Counter()
         for kind, size in found[name]:

@@ -255,6 +255,39 @@ def test_pairs_are_compared_with_the_model_at_the_start_as_a_plain_loop_does(
         score_files(opened, [path, texts], ReadAs(), QUIET)
 
 
+def test_judged_answers_are_compared_with_the_start_as_a_plain_loop_does(model: OpenedModel, tmp_path: Path) -> None:
+    rows = [{"prompt": "KING:", "completion": text, "label": n != 1} for n, text in enumerate(TEXTS)]
+    path, folder, train = write_rows(tmp_path / "rows.jsonl", rows), model.rundir.root, {"kto": {"beta": 0.3}}
+    recipe = write_recipe(
+        tmp_path,
+        model={"id": str(folder)},
+        data={"path": path, "format": "feedback"},
+        train=train | {"objective": "kto"},
+    )
+    opened = dataclasses.replace(
+        model, plan=planned(recipe), model=with_random_adapter(folder, 2).merge_and_unload(),
+        options={"dtype": "float32", "trust_remote_code": False},
+    )  # fmt: skip
+    found = score_files(opened, [path], ReadAs(), QUIET)["all"]
+    start, prompt = AutoModelForCausalLM.from_pretrained(folder), model.tokenizer("KING:").input_ids
+    answers = [[*model.tokenizer(text).input_ids, model.tokenizer.eos_token_id] for text in TEXTS]
+
+    def ratio(answer: list[int]) -> float:
+        now, before = (plain_sum(each, [([*prompt, *answer], len(prompt), [])])[0] for each in (opened.model, start))
+        return before - now
+
+    ratios = [ratio(answer) for answer in answers]
+    kl = max(0.0, sum(ratios) / len(rows))  # all prompts are equal, and so each answer is one of a mismatched row
+    signs = [1 if row["label"] else -1 for row in rows]
+    losses = [1 - 1 / (1 + math.exp(-0.3 * sign * (each - kl))) for sign, each in zip(signs, ratios, strict=True)]
+    good, bad = ([0.3 * each for sign, each in zip(signs, ratios, strict=True) if sign == of] for of in (1, -1))
+    expected = {"rewards_desirable": sum(good) / len(good), "rewards_undesirable": sum(bad) / len(bad), "kl": kl}
+    expected["margin"] = expected["rewards_desirable"] - expected["rewards_undesirable"]
+    tokens = sum(map(len, answers))
+    assert abs(expected["margin"]) > 0.05, "the models are equal"
+    assert found == pytest.approx({"loss": sum(losses) / 3, **expected, "tokens": tokens, "rows": 3}, rel=1e-5)
+
+
 def with_random_adapter(folder: Path, seed: int) -> Any:
     """Return the model of a folder with an adapter that changes it."""
     torch.manual_seed(seed)

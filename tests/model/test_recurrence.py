@@ -13,6 +13,7 @@ from reference import batches_of, cosine_rates, largest_difference, plain_curve,
 from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.config.objectives import Objective
 from fsdptrain.config.reader import load
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.model.patches import BOUNDS, accept_documents, in_kernel
@@ -124,7 +125,7 @@ def test_a_gpu_needs_the_kernels_that_take_bounds(recipe: Path) -> None:
         needed[kind] = str(missing_kernels(plan, model_of(kind))).partition(" needs the kernels of ")[2]
         alone = varied(plan, {"data.packing": "none"})
         assert missing_kernels(alone, model_of(kind)) is None
-        pairs = missing_kernels(varied(alone, {"train.objective": "dpo"}), model_of(kind))
+        pairs = missing_kernels(varied(alone, {"train.objective": Objective.dpo}), model_of(kind))
         assert str(pairs).startswith("train.objective: dpo with ")
     assert needed == {
         "qwen3_5_text": "causal-conv1d and flash-linear-attention on a GPU",

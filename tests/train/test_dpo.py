@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import build, curve, evaluated
-from reference import Documents, batches_of, cosine_rates, plain_dpo, stream_of
+from reference import Documents, batches_of, cosine_rates, judge_dpo, plain_answers, stream_of
 from support import TINY, on_ranks, strategies, write_pairs, write_pretrained
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.train import step as engine_module
@@ -48,7 +48,8 @@ def assert_agree(
     world: int, variants: dict[str, list[str]], recipe: Path, batches: list[Documents], tmp: Path, *dpo: float
 ) -> None:
     torch.set_num_threads(1)
-    expected = plain_dpo(str(recipe.parent / "model"), batches, cosine_rates(LR, STEPS), dpo or (0.1, 0.0, 0.0))
+    models = [AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32) for _ in range(2)]
+    expected = plain_answers(*models, batches, cosine_rates(LR, STEPS), judge_dpo(*dpo))
     assert expected[0][0] != expected[-1][0] and abs(expected[-1][4]) > 0.03, "nothing is learned"
     ranks = on_ranks(world, "curves", tmp / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
     assert all(other == ranks[0] for other in ranks), "ranks report different curves"

@@ -26,6 +26,7 @@ from support import ROOT, TINY, fsdptrain, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint import nodes
+from fsdptrain.config.objectives import Objective
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.data import hub
@@ -336,10 +337,14 @@ def test_evaluations_and_prompts_take_time_beside_the_steps(tmp_path: Path) -> N
     assert line == "beside the steps, 4 evaluations: about 0:20 each"
     (line,) = times_beside_steps(30, plan, data)  # 3 micro-batches of 1 sequence for each of 20 tokens
     assert line == "beside the steps, 4 evaluations: about 0:20 each, and up to 2:30 more for eval.prompts"
-    preferences = varied(plan, {"train.objective": "dpo", "eval.every": None, "eval.prompts": []})
+    preferences = varied(plan, {"train.objective": Objective.dpo, "eval.every": None, "eval.prompts": []})
     assert [*times_beside_steps(30, preferences, data)] == [
         "before step 1, the reference reads all pairs: about 3:40",
         "beside the steps, 2 evaluations: about 0:20 each",
+    ]
+    assert [*times_beside_steps(30, varied(preferences, {"train.objective": Objective.kto}), data)] == [
+        "before step 1, the reference reads all rows: about 5:30",  # a forward pass more: half of a step are two
+        "beside the steps, 2 evaluations: about 0:30 each",
     ]
     assert [*times_beside_steps(30, plan, data | {"eval_sequences": 0})] == []
 
