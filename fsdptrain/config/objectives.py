@@ -13,7 +13,7 @@ from fsdptrain.config.formats import Format
 OF_PAIRS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
 SHOWN = {  # measures in tables, in their order → title and form
     "accuracy": ("accuracy", ".1%"), "margin": ("margin", ".4f"), "rewards_chosen": ("chosen", "+.4f"),
-    "rewards_rejected": ("rejected", "+.4f"),
+    "rewards_rejected": ("rejected", "+.4f"), "kl": ("KL", ".4f"), "cross_entropy": ("cross-entropy", ".4f"),
 }  # fmt: skip
 
 
@@ -22,7 +22,8 @@ class Objective(StrEnum):
 
     `says`: what it learns. `answers`: how many answers of a row it judges as wholes; 0: its loss is a sum over label
     tokens. `measures`: what events have of it beside the loss. `needs_reference`: it compares the log-probabilities of
-    answers with those under the model at step 0. `source`: where it is defined.
+    answers with those under the model at step 0. `source`: where it is defined. `needs_teacher`: it learns the
+    probabilities of the model in the section `teacher`.
     """
 
     says: str
@@ -30,9 +31,14 @@ class Objective(StrEnum):
     measures: tuple[str, ...]
     needs_reference: bool
     source: str
+    needs_teacher: bool
 
     next_token = "next_token", "predict the trained tokens"
     dpo = "dpo", "prefer the chosen answer of each pair to the rejected one", 2, OF_PAIRS, True, "arXiv:2305.18290"
+    distill = (
+        "distill", "predict the trained tokens as a teacher does", 0, ("kl", "cross_entropy"), False,
+        "arXiv:1503.02531", True,
+    )  # fmt: skip
 
     def __new__(
         cls,
@@ -42,12 +48,14 @@ class Objective(StrEnum):
         measures: tuple[str, ...] = (),
         needs_reference: bool = False,
         source: str = "",
+        needs_teacher: bool = False,
     ) -> Objective:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.says, member.answers, member.measures = says, answers, measures
         member.needs_reference, member.source = needs_reference, source
+        member.needs_teacher = needs_teacher
         return member
 
     @property

@@ -283,7 +283,8 @@ class Plan:
     def hub_names(self) -> list[str]:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
-        names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
+        found = (model.id, model.tokenizer, self.recipe.teacher.id)
+        names = [name for name in found if isinstance(name, str) and not is_folder(name)]
         paths = [path for path in (*self.data_paths, self.eval_path) if path and is_hub_data(path)]
         return list(dict.fromkeys([*names, *paths]))
 
@@ -481,6 +482,8 @@ def draft_plan(
         problems.append(Problem("has no effect without model.id", "--trust-remote-code"))
     elif trust_remote_code and (fault := unpinned_code(str(recipe.model.id), recipe.model.revision)):
         problems.append(Problem(fault, "model.revision"))
+    if trust_remote_code and recipe.teacher.id and (fault := unpinned_code(recipe.teacher.id, recipe.teacher.revision)):
+        problems.append(Problem(fault, "teacher.revision"))
     # Data on the Hub is read at data.revision, as part of its path.
     held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
@@ -654,6 +657,7 @@ def _shard_size(recipe: Recipe, topology: Topology) -> int:
 def model_name_problems(recipe: Recipe) -> list[Problem]:
     """Return a problem for a model or tokenizer that is neither a folder on this machine nor a Hub id."""
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
+    names["teacher.id"] = recipe.teacher.id
     return [
         Problem(fault, path)
         for path, name in names.items()

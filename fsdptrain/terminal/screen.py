@@ -172,6 +172,8 @@ class Screen:
             quality = f"margin {record.get('margin', 0.0):.4f}  accuracy {record.get('accuracy', 0.0):.1%}"
             if "perplexity" in record:
                 quality = f"perplexity {record['perplexity']:.2f}"
+            elif "cross_entropy" in record:
+                quality = f"KL {record['kl']:.4f}  cross-entropy {record['cross_entropy']:.4f}"
             self.say(
                 f"eval at step {step}: loss {record['loss']:.4f}  {quality}  "
                 f"({record['tokens']:,} label tokens)" + f"\n  {sources}" * bool(sources)

@@ -334,6 +334,7 @@ def needed(path: str) -> list[str]:
     needs = KEYS[path].needs
     own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
     own += ["data.format=preference"] * ("train.objective=dpo" in own)
+    own += ["teacher.id=org/name"] * ("train.objective=distill" in own and path != "teacher.id")
     own += ["parallel.pipeline=2"] * ("parallel.schedule=interleaved" in own)
     return [*own, *(word for other in needs for word in needed(other))]
 
