@@ -22,7 +22,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -34,6 +34,7 @@ import torch
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import PARTS_FILE
+from fsdptrain.data.teacher import TeacherOutputs
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -96,7 +97,8 @@ class Batch(TypedDict):
 
     With preferences, `answers` int64 [rows, seq_len] is the number of the answer that a position belongs to: 2i the
     chosen one of pair i, 2i + 1 the rejected one, and their count for padding. `reference` float64 [answers] are their
-    log-probabilities under the reference, 0 as long as these are not computed.
+    log-probabilities under the reference, 0 as long as these are not computed. With a teacher, `teacher_ids` int32
+    [rows, seq_len, k] and `teacher_log_probs` float32 [rows, seq_len, k + 1] are its `TeacherOutputs`, 0 without label.
     """
 
     input_ids: torch.Tensor
@@ -107,6 +109,8 @@ class Batch(TypedDict):
     longest: int
     answers: NotRequired[torch.Tensor]
     reference: NotRequired[torch.Tensor]
+    teacher_ids: NotRequired[torch.Tensor]
+    teacher_log_probs: NotRequired[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ class Corpus(EncodedRows):
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
     reference: Array | None = None
+    teacher: TeacherOutputs | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -211,7 +216,9 @@ class Corpus(EncodedRows):
         first = self.pieces[self.offsets[list(numbers)]]
         lengths = np.minimum(first[:, 1], length)
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
-        return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
+        return dataclasses.replace(
+            self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths, teacher=None
+        )
 
     def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
         """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
@@ -221,7 +228,7 @@ class Corpus(EncodedRows):
         return dataclasses.replace(
             self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
             pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
-            labels=np.zeros_like(lengths), answers=0,
+            labels=np.zeros_like(lengths), answers=0, teacher=None,
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:
@@ -301,6 +308,12 @@ class Mixture:
         return sum(share * value for share, value in zip(self.shares, values, strict=True)) / sum(self.shares)
 
 
+def with_each(corpus: Corpus | Mixture, change: Callable[[Corpus], Corpus]) -> Corpus | Mixture:
+    """Return a corpus, or a mixture, with each of its corpora changed."""
+    parts = [change(part) for part in corpus.parts]
+    return dataclasses.replace(corpus, parts=parts) if isinstance(corpus, Mixture) else parts[0]
+
+
 def digest_of(digests: Iterable[str]) -> str:
     """Return a SHA-256 over these digests."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -347,6 +360,14 @@ def batch_of(rows: Sequence[tuple[Corpus, int]]) -> Batch:
     if rows[0][0].answers:
         batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
         batch["reference"] = torch.from_numpy(np.concatenate(references))
+    if rows[0][0].teacher is not None:
+        top_k = rows[0][0].teacher.top_k
+        teacher_ids, log_probs = np.zeros((*shape, top_k), np.int32), np.zeros((*shape, top_k + 1), np.float32)
+        for row, (corpus, number) in enumerate(rows):
+            if number >= 0 and corpus.teacher is not None:
+                trained = labels[row] != IGNORED
+                teacher_ids[row, trained], log_probs[row, trained] = corpus.teacher.at(number)
+        batch |= {"teacher_ids": torch.from_numpy(teacher_ids), "teacher_log_probs": torch.from_numpy(log_probs)}
     return batch
 
 
@@ -364,14 +385,15 @@ def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(bounds), _power_of_two(max(longest, 128))
 
 
+PARTED = ("input_ids", "labels", "position_ids", "is_token", "answers", "teacher_ids", "teacher_log_probs")
+
+
 def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
     """Return a micro-batch with one of `parts` equal parts of each row; `documents` and `longest` stay as they are."""
     if parts == 1:
         return batch
     own: dict[str, Any] = {
-        name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
-        for name in ("input_ids", "labels", "position_ids", "is_token", "answers")
-        if name in batch
+        name: batch[name].tensor_split(parts, dim=1)[part].contiguous() for name in PARTED if name in batch
     }
     return cast(Batch, {**batch, **own})
 

@@ -22,6 +22,7 @@ from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.keys import flat, recipe_of, recipe_problems
 from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.config.paths import (
     DataPath,
@@ -36,7 +37,7 @@ from fsdptrain.config.paths import (
 )
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.rules import profile_problem
-from fsdptrain.config.schema import Recipe, node_range
+from fsdptrain.config.schema import Adapter, Model, Recipe, node_range
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, listed, shortened
 from fsdptrain.plan.gpus import TESTED
 from fsdptrain.plan.topology import Topology
@@ -538,6 +539,24 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
         part = dataclasses.replace(getattr(recipe, section), **{name: value})
         recipe = dataclasses.replace(recipe, **{section: part})
     return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
+
+
+def teacher_plan(plan: Plan) -> Plan:
+    """Return the plan that loads the teacher of a run: by the same ranks, sharded alike, in the compute dtype.
+
+    Nothing of it is trained. What the recipe says about the student's architecture is left out.
+    """
+    recipe = plan.recipe
+    dtype: Any = recipe.fsdp.mixed_precision.param_dtype
+    teacher = dataclasses.replace(
+        recipe,
+        model=Model(id=recipe.teacher.id, revision=recipe.teacher.revision, dtype=dtype),
+        adapter=Adapter(),
+        fsdp=dataclasses.replace(recipe.fsdp, wrap="auto", activation_checkpointing="none", bucket_cap_mb=None),
+        parallel=dataclasses.replace(recipe.parallel, experts=1),
+        train=dataclasses.replace(recipe.train, objective=DEFAULT_OBJECTIVE, float8=None, router_bias_rate=0.0),
+    )
+    return dataclasses.replace(plan, recipe=teacher)
 
 
 MAX_STATE_FRACTION = 0.75  # of a GPU's memory, for weights, state and gradients; activations need the rest
