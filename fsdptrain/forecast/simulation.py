@@ -124,6 +124,10 @@ def batch_of_zeros(plan: Plan) -> Batch:
     }  # fmt: skip
     if answers := plan.recipe.train.objective.answers:
         batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(answers, dtype=torch.float64)}
+    if plan.recipe.train.objective.needs_teacher:
+        top_k = plan.recipe.teacher.top_k
+        batch["teacher_ids"] = torch.zeros((*ids.shape, top_k), dtype=torch.int32)
+        batch["teacher_log_probs"] = torch.zeros((*ids.shape, top_k + 1))
     return batch
 
 

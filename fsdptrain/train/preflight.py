@@ -221,29 +221,27 @@ def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrai
     return tokenizer, prepared
 
 
-def prepare_teacher(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> PreparedModel | None:
-    """Build the skeleton of the teacher, and check that the student can learn from it; None if it learns from none.
-
-    The tokenizer is the student's, None if a dry run could not load it. Raises RecipeError as `prepare_model` does.
-    """
+def prepare_teacher(plan: Plan, vocab_size: int | None) -> PreparedModel | None:
+    """Build the skeleton of the teacher, as `prepare_model` does; None if the objective needs none."""
     if not plan.recipe.train.objective.needs_teacher:
         return None
     with errors_of_teacher():
-        if tokenizer is not None:
-            check_vocabulary(plan, tokenizer)
-        return prepare_model(teacher_plan(plan), vocabulary_size(tokenizer) if tokenizer is not None else None)
+        return prepare_model(teacher_plan(plan), vocab_size)
 
 
 def check_vocabulary(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise RecipeError unless the teacher's tokenizer has the student's tokens, each with the same id."""
+    """Raise RecipeError unless the teacher, if there is one, has the student's tokens, each with the same id."""
+    if not plan.recipe.train.objective.needs_teacher:
+        return
     name, own = str(plan.recipe.teacher.id), tokenizer.get_vocab()
-    with recipe_errors(f"cannot load the tokenizer of {name!r}"), hub_errors("teacher.id", name):
+    with recipe_errors(f"teacher.id: cannot load the tokenizer of {name!r}"), hub_errors("teacher.id", name):
         theirs = open_tokenizer(name, plan.recipe.teacher.revision or "main").get_vocab()
     if token := next((token for token in [*own, *theirs] if own.get(token) != theirs.get(token)), None):
         there, here = (f"id {ids[token]}" if token in ids else "missing" for ids in (theirs, own))
         raise RecipeError(
-            f"{name} has another tokenizer than the student: {shortened(token)!r} is {there} there and {here} here: "
-            f"use a teacher with the student's tokenizer, or train the student with that of {name} (model.tokenizer)"
+            f"teacher.id: {name} has another tokenizer than the student: {shortened(token)!r} is {there} there and "
+            f"{here} here: use a teacher with the student's tokenizer, or train the student with that of {name} "
+            "(model.tokenizer)"
         )
 
 

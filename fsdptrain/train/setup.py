@@ -74,6 +74,7 @@ from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import length_note, make_optimizer, set_step, start_state, warmup_note
 from fsdptrain.train.preflight import (
     PreparedModel,
+    check_vocabulary,
     errors_of_teacher,
     model_notes,
     prepare_model,
@@ -257,7 +258,8 @@ def prepare_inputs(session: Session) -> Inputs:
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     with session.stop.obeyed_at_once():  # the constructors of a model report no progress
         tokenizer, prepared = prepare_tokenizer_and_model(plan, progress)
-        teacher = prepare_teacher(plan, tokenizer)
+        check_vocabulary(plan, tokenizer)
+        teacher = prepare_teacher(plan, vocabulary_size(tokenizer))
     plan, configs = prepared.plan, [each.config for each in (prepared, teacher) if each]
     count_padding = all(longrope_threshold(config, plan.recipe.data.seq_len) is None for config in configs)
     day = pin_date(plan, tokenizer, session.rundir)

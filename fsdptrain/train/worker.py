@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,8 +79,11 @@ def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
         raise stopped
 
 
-def work(plan: Plan) -> NoReturn:
-    """Train as one rank, then end the process with the right exit code.
+Job = Callable[[Plan, StopRequest, Screen | None], None]  # of one rank, as `train`
+
+
+def work(plan: Plan, job: Job = train) -> NoReturn:
+    """Train as one rank, or do another job, then end the process with the right exit code.
 
     It ends by `os._exit`: an interpreter that shuts down after FSDP and gloo sometimes aborts (pytorch#179291).
     """
@@ -101,7 +104,7 @@ def work(plan: Plan) -> NoReturn:
                     screen.summary(time.monotonic() - started)
                     screen.paste(next_steps(plan, sys.argv[1:]))
             else:
-                train(plan, stop, None)
+                job(plan, stop, None)
     except NodeWaits as waits:
         print(f"fsdptrain: {waits}", file=sys.stderr)
         write_error_file(waits)  # the launcher gets it, and starts the workers again
@@ -120,8 +123,8 @@ def work(plan: Plan) -> NoReturn:
     os._exit(code)
 
 
-def main() -> NoReturn:
-    """Train as one rank of the plan in the file argv[1], with the output in a log file of this rank."""
+def main(job: Job = train) -> NoReturn:
+    """Train as one rank of the plan in the file argv[1], or do another job; what it prints is in its log."""
     try:
         plan = read_plan(Path(sys.argv[1])).on_nodes(int(os.environ["GROUP_WORLD_SIZE"]))
     except RecipeError as error:
@@ -133,4 +136,4 @@ def main() -> NoReturn:
         os.dup2(stream.fileno(), 2)
         with contextlib.suppress(OSError):  # the disk may be full
             os.write(stream.fileno(), first_line_of(os.getpid()))
-    work(plan)
+    work(plan, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,24 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
+from fsdptrain.data.cache import cache_dir
+from fsdptrain.data.teacher import KIND as TEACHER_KIND
+from fsdptrain.data.teacher import bytes_of_label
+from fsdptrain.errors import DoesNotFit
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
 from fsdptrain.model.parts import Part
 from fsdptrain.model.pipeline import layers_of_stages
-from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, expert_count, tied, weights_of
+from fsdptrain.model.units import (
+    Unit,
+    base_name,
+    bytes_in_host,
+    decoder_layers,
+    expert_count,
+    model_flops,
+    tied,
+    weights_of,
+)
 from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -71,6 +85,31 @@ def check_model(
     for error in (*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))):
         findings.add_problem(error, this_machine_only=True)
     return ready.config
+
+
+def check_teacher(plan: Plan, vocab_size: int | None, memory: int, findings: Findings) -> None:
+    """Build the teacher without weights, if there is one: what a rank holds of it (`memory` 0: of no card); its cache."""
+    ready = preflight.prepare_teacher(plan, vocab_size)
+    if ready is None:
+        return
+    model = describe_model(ready.plan, ready.trained, ready.units)
+    held = model["shard_bytes"] + 2 * max(unit["gathered_bytes"] for unit in model["units"])  # one ahead
+    forward = model_flops(ready.bare, 1, plan.recipe.data.seq_len) / 3
+    values = {"parameters": model["parameters"], "rank_bytes": held, "forward_flops_per_token": forward}
+    line = f"{model['architecture']}: {model['parameters']:,} parameters; before step 1 a rank holds {size(held)} of it"
+    findings.add_values("teacher", values, "Teacher", f"{line} in {model['dtypes']['master']}, and then frees it")
+    if 0 < memory < held:
+        problem = f"teacher.id: {plan.recipe.teacher.id} does not fit: {size(held)} of {size(memory)} on each rank"
+        findings.add_problem(DoesNotFit(f"{problem}: use more ranks, or a smaller teacher"))
+    if labels := findings.levels.get("data", {}).get("labels"):
+        of_label, free = bytes_of_label(plan.recipe.teacher.top_k), shutil.disk_usage(cache_dir(TEACHER_KIND)).free
+        needed = labels * of_label
+        text = (
+            f"{size(needed)} of the cache on each node for {labels:,} label tokens of {of_label} bytes (teacher.top_k)"
+        )
+        findings.add_values(
+            "teacher", {"cache_bytes": needed, "free_bytes": free}, "Teacher", f"{text}: {size(free)} free"
+        )
 
 
 def attention_available(kernel: str) -> bool:

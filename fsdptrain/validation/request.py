@@ -176,6 +176,20 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
     return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
 
 
+def ask_teacher(plan: Plan, screen: Screen) -> None:
+    """Start workers that fill the cache with the outputs of the teacher. The run folder is not touched.
+
+    Raises Stopped after a stop signal, and what a run raises if the workers fail.
+    """
+    with _scratch_folder() as scratch, StopRequest() as stop:
+        RunDir(scratch).logs.mkdir()
+        plan = dataclasses.replace(plan, run_dir=str(scratch))
+        plan.rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+        Attempt(plan, screen, stop, worker="teacher").run()
+        if stop.count:
+            raise Stopped(f"stopped by {stop.by}; what was finished is kept; run the same command again")
+
+
 def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:
     """Show what the dry run does: a spinner, or a line on a terminal that cannot show one."""
     if screen.console.is_terminal and not screen.live:

@@ -26,7 +26,7 @@ from reference import (
     plain_loss,
     stream_of,
 )
-from support import TINY, on_ranks, planned, quiet, strategies, write_pretrained
+from support import TINY, events, fsdptrain, on_ranks, planned, quiet, strategies, write_pretrained
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.data import teacher as outputs_module
@@ -163,6 +163,28 @@ def test_a_teacher_that_cannot_be_learned_from_is_refused(recipe: Path, tmp_path
     assert "teacher.id: is not set" in texts["missing"]
     assert "teacher.id: " in texts["nothing"] and "does not exist" in texts["nothing"]
     assert "has no effect with train.objective: next_token, only with distill" in texts["unused"]
+
+
+def test_the_teacher_is_asked_ahead_by_a_command_and_a_run_needs_it_no_more(recipe: Path, tmp_path: Path) -> None:
+    """The folder of the cache is what another machine gets; the run checks only the files of the teacher."""
+    words, env = [str(recipe), f"output_dir={tmp_path / 'run'}"], {"FSDPTRAIN_CACHE": str(tmp_path / "cache")}
+    shown = fsdptrain("validate", *words, "--json", **env)
+    teacher = json.loads(shown.stdout)["teacher"]
+    assert shown.returncode == 0 and teacher["parameters"] > 3 * 10**5 and 0 < teacher["rank_bytes"] < 4 * 10**6
+    asked = fsdptrain("prepare", *words, "--teacher", **env)
+    assert asked.returncode == 0 and "asking the teacher" in asked.stderr and not (tmp_path / "run").exists()
+    kept = sum(file.stat().st_size for file in tmp_path.glob("cache/teacher/*/*.npy"))
+    assert teacher["cache_bytes"] == pytest.approx(kept, abs=1000), "validate says another size"
+    folders = {folder: folder.stat().st_mtime_ns for folder in tmp_path.glob("cache/teacher/*/")}
+    trained = fsdptrain("run", *words, "eval.every=2", **env)
+    assert trained.returncode == 0 and "asking the teacher" not in trained.stdout
+    assert folders == {folder: folder.stat().st_mtime_ns for folder in tmp_path.glob("cache/teacher/*/")}
+    first, *_, last = events(tmp_path / "run", "eval")
+    assert last["loss"] == last["kl"] < first["kl"] and last["cross_entropy"] > 0
+    scored = fsdptrain("eval", tmp_path / "run", "--data", recipe.parent / "text.jsonl", "--json", **env)
+    assert {"loss", "perplexity"} <= json.loads(scored.stdout)["all"].keys() and "kl" not in scored.stdout
+    needless = fsdptrain("prepare", "shakespeare", "--teacher", **env)
+    assert needless.returncode == 2 and "--teacher: has no effect" in needless.stderr
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
