@@ -40,11 +40,7 @@ from fsdptrain.processes import (
 from fsdptrain.run_folder.files import scratch_folder
 
 # What workers do → the module whose `main` they run.
-WORKERS = {
-    "train": "fsdptrain.train.worker",
-    "check": "fsdptrain.validation.node_check",
-    "teacher": "fsdptrain.train.ask_teacher",
-}
+WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validation.node_check"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
 POLL_S = 0.1  # between two looks at the workers

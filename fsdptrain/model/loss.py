@@ -45,7 +45,43 @@ class TokenLoss(NamedTuple):
     fusible: Callable[[torch.Tensor, Targets, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-def compute_in_chunks(model: Any, compiled: bool = False, token_loss: TokenLoss | None = None) -> None:
+log_softmax = functools.partial(functional.log_softmax, dim=-1, dtype=torch.float32)  # in newly allocated memory
+
+
+SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+
+
+def _summed_loss(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the summed cross-entropy."""
+    return functional.nll_loss(log_softmax(logits), targets[0], **SUM)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross-entropy, and its gradient: softmax minus one-hot, times `scale`."""
+    log_probs, (labels,) = log_softmax(logits), targets
+    loss = functional.nll_loss(log_probs, labels, **SUM)
+    grad = log_probs.exp_()
+    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
+    grad *= scale[:, None]
+    return loss, grad
+
+
+def _fusible_loss_and_gradient(
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
+    log_probs, (labels,) = log_softmax(logits), targets
+    wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
+    loss = -torch.where(wanted, log_probs, 0.0).sum()
+    return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
+
+
+NEXT_TOKEN = TokenLoss(_summed_loss, _loss_and_gradient, _fusible_loss_and_gradient)
+
+
+def compute_in_chunks(model: Any, compiled: bool = False, token_loss: TokenLoss = NEXT_TOKEN) -> None:
     """Let an unsharded causal LM return a loss (`chunked_loss`) for `model(labels=…, divisor=…, **inputs)`.
 
     It is that of `token_loss`, by default cross-entropy; `teacher` has the targets beside labels. With divisor=None it
@@ -55,7 +91,6 @@ def compute_in_chunks(model: Any, compiled: bool = False, token_loss: TokenLoss 
     FSDP's hooks run around `__call__` and so around this. `compiled`: what is between the products of a chunk is
     compiled. Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
     """
-    token_loss = token_loss or NEXT_TOKEN
     decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
     gradients: ToGradients = functools.partial(to_gradients, after=after, token_loss=token_loss)
@@ -64,26 +99,22 @@ def compute_in_chunks(model: Any, compiled: bool = False, token_loss: TokenLoss 
     forward, head_forward = model.forward, head.forward
 
     def forward_or_loss(
-        labels: torch.Tensor | None = None, divisor: Divisor | None = 1, teacher: Targets = (), read: Any = None,
-        **inputs: Any,
-    ) -> Any:  # fmt: skip
+        labels: Any = None, divisor: Any = 1, teacher: Targets = (), read: Any = None, **inputs: Any
+    ) -> Any:
         if labels is None:
             return forward(**inputs)
-        return head(decoder(**inputs).last_hidden_state, labels, divisor, teacher, read)
+        return head(decoder(**inputs).last_hidden_state, (labels, *teacher), divisor, read)
 
-    def logits_or_loss(
-        hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: Divisor | None = 1, teacher: Targets = (),
-        read: Any = None,
-    ) -> Any:  # fmt: skip
-        if labels is None:
+    def logits_or_loss(hidden: torch.Tensor, targets: Targets = (), divisor: Any = 1, read: Any = None) -> Any:
+        if not targets:
             return head_forward(hidden)
         hidden = hidden.to(head.weight.dtype).flatten(0, 1)  # mamba2's residual stream is float32
-        weights, targets = (head.weight, head.bias), tuple(each.flatten(0, 1) for each in (labels, *teacher))
+        weights, targets = (head.weight, head.bias), tuple(each.flatten(0, 1) for each in targets)
         if read is not None:
             some = hidden[targets[0] != IGNORED].split(loss_rows(len(head.weight), hidden.device.type))
             return tuple(map(torch.cat, zip(*(read(after(functional.linear(h, *weights))) for h in some), strict=True)))
         if divisor is None:
-            return _LabelLogProbs.apply(hidden, *weights, targets[0], after, gradients)
+            return _LabelLogProbs.apply(hidden, *weights, *targets, after, gradients)
         return chunked_loss(hidden, *weights, targets, divisor, after, gradients, token_loss)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
@@ -172,7 +203,7 @@ def chunked_loss(
     divisor: Divisor,
     after: AfterHead,
     gradients: ToGradients | None = None,
-    token_loss: TokenLoss | None = None,
+    token_loss: TokenLoss = NEXT_TOKEN,
 ) -> torch.Tensor:
     """Return the loss of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
@@ -186,12 +217,8 @@ def chunked_loss(
         gradients = gradients or functools.partial(to_gradients, after=after)
         loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, divisor, gradients, *targets)
         return loss
-    summed = (token_loss or NEXT_TOKEN).summed
-    chunks = _chunks(hidden, weight, targets)
-    return torch.stack([summed(after(functional.linear(h, weight, bias)), t) for h, t in chunks]).sum(0) / divisor
-
-
-SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+    chunks = ((after(functional.linear(h, weight, bias)), t) for h, t in _chunks(hidden, weight, targets))
+    return torch.stack([token_loss.summed(*each) for each in chunks]).sum(0) / divisor
 
 
 def loss_chunks(tokens: int, hidden: int) -> int:
@@ -214,9 +241,6 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> lis
     count = loss_chunks(len(hidden), weight.shape[1])
     pieces = zip(*(each.tensor_split(count) for each in targets), strict=True)
     return list(zip(hidden.tensor_split(count), pieces, strict=True))
-
-
-log_softmax = functools.partial(functional.log_softmax, dim=-1, dtype=torch.float32)  # in newly allocated memory
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -311,14 +335,13 @@ def _loss_and_gradients(
 
 
 def to_gradients(
-    logits: torch.Tensor, targets: Targets, scale: torch.Tensor, after: AfterHead, token_loss: TokenLoss | None = None
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor, after: AfterHead, token_loss: TokenLoss = NEXT_TOKEN
 ) -> torch.Tensor:
     """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, each row times `scale` [n]."""
-    with_gradient = (token_loss or NEXT_TOKEN).with_gradient
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for piece, factor, *wanted in zip(*(each.split(rows) for each in (logits, scale, *targets)), strict=True):
-        total = total + _overwrite(piece, tuple(wanted), factor, after, with_gradient)
+        total = total + _overwrite(piece, tuple(wanted), factor, after, token_loss.with_gradient)
     return total
 
 
@@ -333,36 +356,6 @@ def _overwrite(
     loss, grad = with_gradient(final.detach(), targets, scale)
     logits.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
     return loss
-
-
-def _summed_loss(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """Return the summed cross-entropy."""
-    return functional.nll_loss(log_softmax(logits), targets[0], **SUM)
-
-
-def _loss_and_gradient(
-    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy, and its gradient: softmax minus one-hot, times `scale`."""
-    log_probs, (labels,) = log_softmax(logits), targets
-    loss = functional.nll_loss(log_probs, labels, **SUM)
-    grad = log_probs.exp_()
-    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= scale[:, None]
-    return loss, grad
-
-
-def _fusible_loss_and_gradient(
-    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
-    log_probs, (labels,) = log_softmax(logits), targets
-    wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
-    loss = -torch.where(wanted, log_probs, 0.0).sum()
-    return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
-
-
-NEXT_TOKEN = TokenLoss(_summed_loss, _loss_and_gradient, _fusible_loss_and_gradient)
 
 
 def compiled_gradients(after: AfterHead) -> ToGradients:

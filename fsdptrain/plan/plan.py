@@ -49,6 +49,7 @@ from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
+ONLY_TEACHER = "FSDPTRAIN_ONLY_TEACHER"  # of workers that end when the outputs of the teacher are in the cache
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of another version cannot be resumed.

@@ -34,7 +34,8 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
     """
     if not inputs.plan.recipe.train.objective.needs_reference:
         return inputs
-    corpora, folder = inputs.corpora, session.rundir.reference
+    corpora = [*inputs.stream.corpus.parts, *(inputs.eval_corpus.parts if inputs.held_out else [])]
+    folder = session.rundir.reference
     if engine.steps_made > 0:
         digests = [corpus.digest for corpus in corpora]
         sums = checkpointer.from_rank_zero("read the reference", partial(_read, folder, digests))

@@ -138,15 +138,11 @@ class Inputs:
     cores: list[int] = field(default_factory=list)
     teacher: PreparedModel | None = None
 
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpora that are trained, and those that are held out."""
-        return [*self.stream.corpus.parts, *(self.eval_corpus.parts if self.held_out else [])]
-
     def with_each_corpus(self, change: Callable[[Corpus], Corpus]) -> Inputs:
-        """Return the inputs with each corpus changed, the trained and the held-out ones."""
+        """Return the inputs with each corpus changed, those that are trained and those that are held out."""
         stream = dataclasses.replace(self.stream, corpus=with_each(self.stream.corpus, change))
-        return dataclasses.replace(self, stream=stream, eval_corpus=with_each(self.eval_corpus, change))
+        held_out = with_each(self.eval_corpus, change) if self.held_out else stream.corpus
+        return dataclasses.replace(self, stream=stream, eval_corpus=held_out)
 
     @property
     def plan(self) -> Plan:

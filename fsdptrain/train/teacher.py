@@ -13,7 +13,7 @@ import itertools
 import shutil
 import socket
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +40,7 @@ from fsdptrain.train.step import Engine
 VERSION = 1  # of what a part of the cache has: raise it when that changes
 
 
-class Part(NamedTuple):
-    """A part of the outputs for a corpus."""
-
-    outputs: TeacherOutputs
-    corpus: Corpus
-    number: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in the cache."""
-        return self.outputs.nbytes(self.number)
+Part = tuple[TeacherOutputs, Corpus, int]  # of the outputs for a corpus, the one of this number
 
 
 def with_teacher(session: Session, inputs: Inputs, world: World) -> Inputs:
@@ -65,18 +55,26 @@ def with_teacher(session: Session, inputs: Inputs, world: World) -> Inputs:
     vocab = min(each.config.get_text_config().vocab_size for each in (inputs.prepared, teacher))
     top_k = min(inputs.plan.recipe.teacher.top_k, vocab - 1)
     session.reporter.progress("comparing the files of the teacher", 0, 0)
-    key = [*_identity(teacher, world), vocab, top_k]
-    outputs = {id(each): TeacherOutputs([*key, *_packed(each)], each.labels, top_k) for each in inputs.corpora}
-    parts = [Part(each, corpus, n) for corpus in inputs.corpora for each in [outputs[id(corpus)]] for n in each.parts]
+    key, parts = [*_identity(teacher, world), vocab, top_k], list[Part]()
+
+    def with_outputs(corpus: Corpus) -> Corpus:
+        outputs = TeacherOutputs([*key, *_packed(corpus)], corpus.labels, top_k)
+        parts.extend((outputs, corpus, number) for number in outputs.parts)
+        return dataclasses.replace(corpus, teacher=outputs)
+
+    inputs = inputs.with_each_corpus(with_outputs)
     # What any node lacks is computed by all ranks: the first rank of each looks, and writes.
-    session.watchdog.reset(disk_bytes=sum(part.nbytes for part in parts))
+    session.watchdog.reset(disk_bytes=_nbytes(parts))
     looks = world.local_rank == 0
-    lacking = [i for i, part in enumerate(parts) if looks and not part.outputs.is_kept(part.number)]
-    missing = [parts[i] for i in sorted({*itertools.chain(*world.gather_objects(lacking))})]
-    if missing:
+    lacking = [i for i, (outputs, _, number) in enumerate(parts) if looks and not outputs.is_kept(number)]
+    if missing := [parts[i] for i in sorted({*itertools.chain(*world.gather_objects(lacking))})]:
         _raise_on_every_rank(world, _space_problem(missing) if looks else None)
         _compute(session, teacher, world, missing, vocab)
-    return inputs.with_each_corpus(lambda corpus: dataclasses.replace(corpus, teacher=outputs.get(id(corpus))))
+    return inputs
+
+
+def _nbytes(parts: list[Part]) -> int:
+    return sum(outputs.nbytes(number) for outputs, _, number in parts)
 
 
 def _packed(corpus: Corpus) -> list[Any]:
@@ -96,7 +94,7 @@ def _identity(teacher: PreparedModel, world: World) -> list[Any]:
 
 
 def _space_problem(missing: list[Part]) -> CheckpointError | None:
-    needed, free = sum(part.nbytes for part in missing), shutil.disk_usage(cache_dir(KIND)).free
+    needed, free = _nbytes(missing), shutil.disk_usage(cache_dir(KIND)).free
     if needed <= free:
         return None
     return CheckpointError(
@@ -109,11 +107,11 @@ def _compute(session: Session, teacher: PreparedModel, world: World, missing: li
     """Load the teacher, let it compute these parts, and free it."""
     engine = _load(session, teacher, world)
     stops, done = StopPoll(world, session.stop), 0
-    total = sum(len(part.outputs.sequences(part.number)) for part in missing)
-    stage = f"asking the teacher ({size(sum(part.nbytes for part in missing))} in the cache)"
-    for part in missing:
+    total = sum(len(outputs.sequences(number)) for outputs, _, number in missing)
+    stage = f"asking the teacher ({size(_nbytes(missing))} in the cache)"
+    for outputs, corpus, number in missing:
         found: list[Any] = []
-        for of_batch in _outputs(engine, part, vocab):
+        for of_batch in _outputs(engine, corpus, outputs.sequences(number), outputs.top_k, vocab):
             if stops():
                 raise Stopped("stopped while asking the teacher; what was finished is kept")
             session.reporter.progress(stage, done, total)
@@ -123,11 +121,11 @@ def _compute(session: Session, teacher: PreparedModel, world: World, missing: li
         failure = None
         if world.local_rank == 0:
             try:
-                part.outputs.keep(part.number, *(torch.cat([each[n] for each in joined]).numpy() for n in (2, 3)))
+                outputs.keep(number, *(torch.cat([each[n] for each in joined]).numpy() for n in (2, 3)))
             except Exception as error:  # the other ranks wait
                 failure = as_fsdptrain_error(error)
         _raise_on_every_rank(world, failure)
-        done += len(part.outputs.sequences(part.number))
+        done += len(outputs.sequences(number))
         session.reporter.progress(stage, done, total)
     del engine
     gc.collect()
@@ -155,17 +153,16 @@ def _load(session: Session, teacher: PreparedModel, world: World) -> Engine:
     return Engine(model, optimizer, world, plan, on_progress=session.watchdog.reset)
 
 
-def _outputs(engine: Engine, part: Part, vocab: int) -> Iterator[list[Any]]:
+def _outputs(engine: Engine, corpus: Corpus, numbers: range, top_k: int, vocab: int) -> Iterator[list[Any]]:
     """Yield, of each micro-batch of this rank, for each sequence (number, part of the row, [L, k], [L, k + 1])."""
-    sequences, top_k = part.outputs.sequences(part.number), part.outputs.top_k
     of_row, temperature = engine.plan.part_of_row(engine.world.rank), engine.plan.recipe.teacher.temperature
 
     def read(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return top_log_probs(logits[:, :vocab], top_k, temperature)
 
-    for numbers, counts, found in engine.read_labels(part.corpus, sequences, read):
+    for mine, counts, found in engine.read_labels(corpus, numbers, read):
         ids, log_probs = (tensor.cpu().split(counts) for tensor in found)
-        yield [(n, of_row, i.clone(), p.clone()) for n, i, p in zip(numbers, ids, log_probs, strict=True) if n >= 0]
+        yield [(n, of_row, i.clone(), p.clone()) for n, i, p in zip(mine, ids, log_probs, strict=True) if n >= 0]
 
 
 def _raise_on_every_rank(world: World, failure: FsdptrainError | None) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,14 +23,15 @@ import transformers
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.failures.translate import as_fsdptrain_error, first_line_of, record_failure, write_error_file
 from fsdptrain.failures.watchdog import Watchdog
-from fsdptrain.plan.plan import Plan, read_plan
+from fsdptrain.plan.plan import ONLY_TEACHER, Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.report.run_banner import next_steps
 from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.train.setup import Session
+from fsdptrain.train.setup import Session, join_ranks
+from fsdptrain.train.teacher import with_teacher
 from fsdptrain.train.trainer import Trainer
 
 
@@ -48,8 +49,12 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         group_left_at_end(watchdog),
     ):
         try:
+            session = Session(plan, reporter, stop, watchdog, join)
+            if ONLY_TEACHER in os.environ:
+                with_teacher(session, *join_ranks(session))
+                return
             # plan → data → world → model → shard → resume → engine
-            trainer = Trainer.set_up(Session(plan, reporter, stop, watchdog, join))
+            trainer = Trainer.set_up(session)
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise
@@ -79,11 +84,8 @@ def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
         raise stopped
 
 
-Job = Callable[[Plan, StopRequest, Screen | None], None]  # of one rank, as `train`
-
-
-def work(plan: Plan, job: Job = train) -> NoReturn:
-    """Train as one rank, or do another job, then end the process with the right exit code.
+def work(plan: Plan) -> NoReturn:
+    """Train as one rank, then end the process with the right exit code.
 
     It ends by `os._exit`: an interpreter that shuts down after FSDP and gloo sometimes aborts (pytorch#179291).
     """
@@ -104,7 +106,7 @@ def work(plan: Plan, job: Job = train) -> NoReturn:
                     screen.summary(time.monotonic() - started)
                     screen.paste(next_steps(plan, sys.argv[1:]))
             else:
-                job(plan, stop, None)
+                train(plan, stop, None)
     except NodeWaits as waits:
         print(f"fsdptrain: {waits}", file=sys.stderr)
         write_error_file(waits)  # the launcher gets it, and starts the workers again
@@ -123,8 +125,8 @@ def work(plan: Plan, job: Job = train) -> NoReturn:
     os._exit(code)
 
 
-def main(job: Job = train) -> NoReturn:
-    """Train as one rank of the plan in the file argv[1], or do another job; what it prints is in its log."""
+def main() -> NoReturn:
+    """Train as one rank of the plan in the file argv[1], with the output in a log file of this rank."""
     try:
         plan = read_plan(Path(sys.argv[1])).on_nodes(int(os.environ["GROUP_WORLD_SIZE"]))
     except RecipeError as error:
@@ -136,4 +138,4 @@ def main(job: Job = train) -> NoReturn:
         os.dup2(stream.fileno(), 2)
         with contextlib.suppress(OSError):  # the disk may be full
             os.write(stream.fileno(), first_line_of(os.getpid()))
-    work(plan, job)
+    work(plan)

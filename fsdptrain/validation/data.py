@@ -150,11 +150,6 @@ def _check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: F
             for part in stream.corpus.parts
             for array in (part.tokens, part.trained, part.pieces, part.lengths)
         ),
-        "labels": sum(
-            int(part.labels.sum())
-            for corpus in [stream.corpus, *([eval_corpus] if held_out else [])]
-            for part in corpus.parts
-        ),
         "vocab_size": vocabulary_size(tokenizer),
         "template": template if is_chat else None,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
-from fsdptrain.data.cache import cache_dir
-from fsdptrain.data.teacher import KIND as TEACHER_KIND
 from fsdptrain.data.teacher import bytes_of_label
 from fsdptrain.errors import DoesNotFit
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
@@ -35,7 +32,7 @@ from fsdptrain.model.units import (
     model_flops,
     tied,
     weights_of,
-)
+)  # fmt: skip
 from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -88,28 +85,24 @@ def check_model(
 
 
 def check_teacher(plan: Plan, vocab_size: int | None, memory: int, findings: Findings) -> None:
-    """Build the teacher without weights, if there is one: what a rank holds of it (`memory` 0: of no card); its cache."""
+    """Build the teacher without weights, if there is one: what a rank with `memory` holds of it, and its cache."""
     ready = preflight.prepare_teacher(plan, vocab_size)
     if ready is None:
         return
     model = describe_model(ready.plan, ready.trained, ready.units)
     held = model["shard_bytes"] + 2 * max(unit["gathered_bytes"] for unit in model["units"])  # one ahead
+    labels = findings.levels.get("data", {}).get("label_tokens", 0)
+    cached = labels * bytes_of_label(plan.recipe.teacher.top_k)
     forward = model_flops(ready.bare, 1, plan.recipe.data.seq_len) / 3
-    values = {"parameters": model["parameters"], "rank_bytes": held, "forward_flops_per_token": forward}
-    line = f"{model['architecture']}: {model['parameters']:,} parameters; before step 1 a rank holds {size(held)} of it"
-    findings.add_values("teacher", values, "Teacher", f"{line} in {model['dtypes']['master']}, and then frees it")
+    values = {"rank_bytes": held, "cache_bytes": cached, "forward_flops_per_token": forward}
+    findings.add_values(
+        "teacher", values | {"parameters": model["parameters"]}, "Teacher",
+        f"{model['architecture']}: {model['parameters']:,} parameters; before step 1 a rank holds {size(held)} of it",
+        f"its cache on each node: {size(cached)} for {labels:,} label tokens (teacher.top_k)",
+    )  # fmt: skip
     if 0 < memory < held:
-        problem = f"teacher.id: {plan.recipe.teacher.id} does not fit: {size(held)} of {size(memory)} on each rank"
-        findings.add_problem(DoesNotFit(f"{problem}: use more ranks, or a smaller teacher"))
-    if labels := findings.levels.get("data", {}).get("labels"):
-        of_label, free = bytes_of_label(plan.recipe.teacher.top_k), shutil.disk_usage(cache_dir(TEACHER_KIND)).free
-        needed = labels * of_label
-        text = (
-            f"{size(needed)} of the cache on each node for {labels:,} label tokens of {of_label} bytes (teacher.top_k)"
-        )
-        findings.add_values(
-            "teacher", {"cache_bytes": needed, "free_bytes": free}, "Teacher", f"{text}: {size(free)} free"
-        )
+        way_out = "use more ranks, or a smaller teacher"
+        findings.add_problem(DoesNotFit(f"teacher.id: {size(held)} of {size(memory)} on each rank: {way_out}"))
 
 
 def attention_available(kernel: str) -> bool:

@@ -214,7 +214,7 @@ def history(recipe: str, home: str) -> dict[str, Any]:
         with patch.object(stage_module.StopPoll, "__call__", lambda _: next(polls) > 20):  # 8 micro-batches each
             found["interrupted"] = made()
         run, found["continued"] = made()
-        found["parts"] = sum(len(corpus.teacher.parts) for corpus in run.inputs.corpora if corpus.teacher)
+        found["parts"] = sum(len(each.parts[0].teacher.parts) for each in (run.stream.corpus, run.inputs.eval_corpus))
         found["held out"] = evaluated(run)
         corpus = run.inputs.eval_corpus.parts[0]
         found["plain"] = plain_loss(str(Path(recipe).parent / "model"), documents_of(corpus, range(len(corpus))))
