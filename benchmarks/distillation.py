@@ -1,4 +1,4 @@
-"""What a student learns from a larger teacher and from the text alone, and what truncation leaves out of the divergence.
+"""What a student learns from a larger teacher and from the text alone, and what truncation leaves out of it.
 
     fsdptrain run shakespeare-teacher
     python benchmarks/distillation.py [SEED …]

@@ -34,8 +34,8 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
     """
     if not inputs.plan.recipe.train.objective.needs_reference:
         return inputs
-    corpora = [*inputs.stream.corpus.parts, *(inputs.eval_corpus.parts if inputs.held_out else [])]
-    folder = session.rundir.reference
+    stream, eval_corpus, folder = inputs.stream, inputs.eval_corpus, session.rundir.reference
+    corpora = [*stream.corpus.parts, *(eval_corpus.parts if inputs.held_out else [])]
     if engine.steps_made > 0:
         digests = [corpus.digest for corpus in corpora]
         sums = checkpointer.from_rank_zero("read the reference", partial(_read, folder, digests))

@@ -216,9 +216,9 @@ class Engine:
         if self._router_loss.wanted:
             self._router_loss.begin_step()
         total = torch.zeros((), device=self.world.device)
+        self._measures.zero_()
         self.model.train()
         routed = self._pass_routers(step, batches) if self._router_loss.wanted and len(batches) > 1 else None
-        self._measures.zero_()
         count: Divisor = divisor or 1  # a global batch without labels has loss 0, not 0/0
         scale = self.loss_scale.value.to(self.world.device) if self.loss_scale else None
 
@@ -247,6 +247,7 @@ class Engine:
             for batch in batches:
                 self.loss(batch, 1)
                 self.on_progress()
+        self._measures.zero_()
         self.seed(step)
         return self._router_loss.finish_forward()
 
