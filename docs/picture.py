@@ -113,6 +113,12 @@ def command(*words: Path | str) -> None:
     subprocess.run([sys.executable, *map(str, words)], check=True)
 
 
+def distillation(_: Path) -> None:
+    """Draw what a student learns from a teacher, and write the tables beside it."""
+    command("-m", "fsdptrain", "run", "shakespeare-teacher")
+    command(ROOT / "benchmarks" / "distillation.py")
+
+
 PICTURES = {
     "terminal.svg": terminal,
     "report.png": report,
@@ -120,6 +126,7 @@ PICTURES = {
     "step.png": step,
     "finetune.png": finetune,
     "calibration.png": calibration,
+    "distillation.svg": distillation,
 }
 
 

@@ -385,16 +385,17 @@ def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(bounds), _power_of_two(max(longest, 128))
 
 
-PARTED = ("input_ids", "labels", "position_ids", "is_token", "answers", "teacher_ids", "teacher_log_probs")
-
-
 def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
     """Return a micro-batch with one of `parts` equal parts of each row; `documents` and `longest` stay as they are."""
     if parts == 1:
         return batch
     own: dict[str, Any] = {
-        name: batch[name].tensor_split(parts, dim=1)[part].contiguous() for name in PARTED if name in batch
-    }
+        name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
+        for name in (
+            "input_ids", "labels", "position_ids", "is_token", "answers", "teacher_ids", "teacher_log_probs"
+        )
+        if name in batch
+    }  # fmt: skip
     return cast(Batch, {**batch, **own})
 
 

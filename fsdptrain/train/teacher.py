@@ -15,7 +15,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
@@ -79,8 +78,7 @@ def _nbytes(parts: list[Part]) -> int:
 
 def _packed(corpus: Corpus) -> list[Any]:
     """Return (JSON) what identifies the label tokens of a corpus, and what is before each."""
-    packed = hashlib.sha256(np.ascontiguousarray(corpus.pieces))
-    packed.update(np.ascontiguousarray(corpus.offsets))
+    packed = hashlib.sha256(corpus.pieces.tobytes() + corpus.offsets.tobytes())
     return [corpus.digest, packed.hexdigest(), corpus.seq_len]
 
 
