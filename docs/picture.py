@@ -137,6 +137,12 @@ def command(*words: Path | str) -> None:
     subprocess.run([sys.executable, *map(str, words)], check=True)
 
 
+def distillation(_: Path) -> None:
+    """Draw what a student learns from a teacher, and write the tables beside it."""
+    command("-m", "fsdptrain", "run", "shakespeare-teacher")
+    command(ROOT / "benchmarks" / "distillation.py")
+
+
 PICTURES = {
     "terminal.svg": terminal,
     "advise.svg": advise,
@@ -145,6 +151,7 @@ PICTURES = {
     "step.png": step,
     "finetune.png": finetune,
     "calibration.png": calibration,
+    "distillation.svg": distillation,
 }
 
 

@@ -313,6 +313,13 @@ def _claim(
 ) -> tuple[Plan, EarlierAttempts]:
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
     from fsdptrain.launch.run_lock import claim_run_dir
+
+    plan = _plan_here(written, trust_remote_code)
+    return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
+
+
+def _plan_here(written: LoadedRecipe, trust_remote_code: bool) -> Plan:
+    """Make the plan of the workers of this machine, whose limits are raised. Raises whatever refuses it."""
     from fsdptrain.plan.launchers import find_launcher, worker_variables
     from fsdptrain.plan.limits import raise_limits, uncompiled_note
     from fsdptrain.plan.plan import make_plan, varied
@@ -323,10 +330,7 @@ def _claim(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     check_name(topology, os.environ)
     raise_limits(plan)
-    if uncompiled_note(plan):
-        plan = varied(plan, {"train.compile": False})
-    earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
-    return plan, earlier
+    return varied(plan, {"train.compile": False}) if uncompiled_note(plan) else plan
 
 
 @app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
@@ -445,20 +449,28 @@ def _screen_beside_result() -> Screen:
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="then ask the teacher of a distillation, with the workers of the run")
+    ] = False,
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Tokenise the data ahead of a run. With all cores; interrupted, it continues where it was."""
     written = find_recipe(recipe, overrides)
     from fsdptrain.run_folder.events import progress_record
-    from fsdptrain.validation.request import make_request
+    from fsdptrain.validation.request import ask_teacher, make_request
 
     plan = make_request(written, None, trust_remote_code).plan  # also where there are no GPUs
+    if teacher and not plan.recipe.train.objective.needs_teacher:
+        raise RecipeError(f"--teacher: has no effect with train.objective: {plan.recipe.train.objective}")
     outcome = "before all was prepared; what was finished is kept; run the same command again"
     with StopRequest() as stop, stop.obeyed_at_once(outcome), _screen_beside_result() as screen:
         with screen.busy("starting"):
             from fsdptrain.data.prepare import prepare_ahead, prepared_lines
         made = prepare_ahead(plan, lambda *stage: screen.show(progress_record(*stage)))
+    if teacher:
+        with _screen_beside_result() as screen:
+            ask_teacher(_plan_here(written, trust_remote_code), screen)
     if as_json:
         _print_json(made)
     else:

@@ -239,6 +239,32 @@ def measures_of_pairs(rewards: torch.Tensor) -> list[torch.Tensor]:
     return [rewards[0::2].mean(), rewards[1::2].mean(), margin.mean(), (margin > 0).double().mean()]
 
 
+def plain_distillation(
+    folder: str, teacher: str, batches: Sequence[Documents], rates: Sequence[float], keys: dict[str, Any]
+) -> list[list[float]]:
+    """[loss, gradient norm, KL, cross-entropy] a step of a loop that holds both models, in float32.
+
+    `keys` are weight, kl, temperature and top_k. Tokens that only the teacher's embedding has are left out.
+    """
+    student, frozen = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, teacher))
+    optimizer, temperature, weight = plain_adamw(student), keys["temperature"], keys["weight"]
+    curve = []
+    for (ids, mask, labels), rate in zip(batches, rates, strict=True):
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        logits = student(**inputs).logits[labels != -100]
+        with torch.no_grad():
+            p = (frozen(**inputs).logits[labels != -100][:, : logits.shape[1]] / temperature).double().softmax(-1)
+        q, kept = (logits.double() / temperature).softmax(-1), p.topk(min(keys["top_k"], p.shape[1] - 1)).indices
+        outside = torch.ones_like(p).scatter(1, kept, 0)
+        p, q = (torch.cat([each.gather(1, kept), (each * outside).sum(1, keepdim=True)], 1) for each in (p, q))
+        p, q = (p, q) if keys["kl"] == "forward" else (q, p)
+        kl, cross_entropy = (p * (p / q).log()).sum(1).mean(), functional.cross_entropy(logits, labels[labels != -100])
+        loss = weight * temperature**2 * kl + (1 - weight) * cross_entropy
+        loss.backward()
+        curve.append([loss.item(), clipped_step(optimizer, rate), kl.item(), cross_entropy.item()])
+    return curve
+
+
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
     assert found.keys() == expected.keys(), what
     for name, tensor in expected.items():

@@ -16,6 +16,7 @@ OF_ROWS = ("rewards_desirable", "rewards_undesirable", "margin", "kl")
 MARGIN = "margin"  # the difference between the means of the two measures before it
 SHOWN = {  # measures in tables, in their order → title and form
     "accuracy": ("accuracy", ".1%"), MARGIN: (MARGIN, ".4f"), "kl": ("KL", ".4f"),
+    "cross_entropy": ("cross-entropy", ".4f"),
     "rewards_chosen": ("chosen", "+.4f"), "rewards_rejected": ("rejected", "+.4f"),
     "rewards_desirable": ("desirable", "+.4f"), "rewards_undesirable": ("undesirable", "+.4f"),
 }  # fmt: skip
@@ -26,7 +27,8 @@ class Objective(StrEnum):
 
     `says`: what it learns. `answers`: how many answers of a row it judges as wholes; 0: its loss is a sum over label
     tokens. `measures`: what events have of it beside the loss. `needs_reference`: it compares the log-probabilities of
-    answers with those under the model at step 0. `source`: where it is defined.
+    answers with those under the model at step 0. `source`: where it is defined. `needs_teacher`: it learns the
+    probabilities of the model in the section `teacher`.
     """
 
     says: str
@@ -34,6 +36,7 @@ class Objective(StrEnum):
     measures: tuple[str, ...]
     needs_reference: bool
     source: str
+    needs_teacher: bool
 
     next_token = "next_token", "predict the trained tokens"
     dpo = (
@@ -56,6 +59,10 @@ class Objective(StrEnum):
         "kto", "make desirable answers likelier and undesirable ones less likely", 1, OF_ROWS, True,
         "Ethayarajh et al., arXiv:2402.01306",
     )  # fmt: skip
+    distill = (
+        "distill", "predict the trained tokens as a teacher does", 0, ("kl", "cross_entropy"), False,
+        "Hinton et al., arXiv:1503.02531", True,
+    )  # fmt: skip
 
     def __new__(
         cls,
@@ -65,12 +72,14 @@ class Objective(StrEnum):
         measures: tuple[str, ...] = (),
         needs_reference: bool = False,
         source: str = "",
+        needs_teacher: bool = False,
     ) -> Objective:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.says, member.answers, member.measures = says, answers, measures
         member.needs_reference, member.source = needs_reference, source
+        member.needs_teacher = needs_teacher
         return member
 
     @property
@@ -91,7 +100,7 @@ class Objective(StrEnum):
     @property
     def estimates_kl(self) -> bool:
         """Whether a step begins with a forward pass over mismatched rows: prompts with the answers of other rows."""
-        return "kl" in self.measures
+        return self.needs_reference and "kl" in self.measures
 
     @property
     def averaged(self) -> list[str]:

@@ -54,6 +54,7 @@ def path_problems(recipe: Recipe) -> Iterator[Problem]:
     written = {
         "output_dir": recipe.output_dir,
         "model.id": recipe.model.id,
+        "teacher.id": recipe.teacher.id,
         "model.tokenizer": tokenizer if isinstance(tokenizer, str) else None,
         "data.path": data.path,
         "data.chat_template": data.chat_template if is_template_file(data.chat_template) else None,
@@ -91,13 +92,14 @@ def with_expanded_paths(recipe: Recipe) -> Recipe:
     """
     names: dict[str, Any] = {"id": recipe.model.id, "tokenizer": recipe.model.tokenizer}
     names = {key: expanded(name) if isinstance(name, str) else name for key, name in names.items()}
-    path = recipe.checkpoint.path
+    path, teacher = recipe.checkpoint.path, recipe.teacher
     if path is not None and not URL.fullmatch(path):
         path = str(Path(expanded(path)).absolute())
     return dataclasses.replace(
         recipe,
         output_dir=expanded(recipe.output_dir),
         model=dataclasses.replace(recipe.model, **names),
+        teacher=dataclasses.replace(teacher, id=teacher.id and expanded(teacher.id)),
         checkpoint=dataclasses.replace(recipe.checkpoint, path=path),
     )
 

@@ -43,6 +43,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     else:
         yield from _data_problems(recipe)
         yield from _objective_problems(recipe)
+    yield from _teacher_problems(recipe)
     yield from _window_problems(recipe)
     yield from _held_out_problems(recipe)
     yield from _fsdp_problems(recipe)
@@ -216,6 +217,15 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"split divides {form.unit}s: use cut or drop", "data.long_rows")
 
 
+def _teacher_problems(recipe: Recipe) -> Iterator[Problem]:
+    teacher, objective = recipe.teacher, recipe.train.objective
+    if objective.needs_teacher and teacher.id is None:
+        message = f"is not set: train.objective: {objective} needs a Hub id or folder with the same tokenizer"
+        yield Problem(message, "teacher.id")
+    elif teacher.id is not None and teacher.revision is not None and os.path.lexists(expanded(teacher.id)):
+        yield Problem("has no effect: teacher.id is a local folder", "teacher.revision")
+
+
 def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
     """Yield the problems of several sources: each is checked alone; `written` has the keys of `data` that are set.
 
@@ -242,7 +252,8 @@ def _window_problems(recipe: Recipe) -> Iterator[Problem]:
         "data.sources": bool(data.sources),
         "data.eval: {fraction}": "fraction" in (data.eval or {}),
         "data.max_rows": data.max_rows is not None,
-        f"train.objective: {recipe.train.objective}": recipe.train.objective.needs_reference,
+        f"train.objective: {recipe.train.objective}": recipe.train.objective.needs_reference
+        or recipe.train.objective.needs_teacher,
         "model.tokenizer: {train}": isinstance(recipe.model.tokenizer, dict),
     }
     for key, is_set in needs_all.items():
@@ -360,7 +371,10 @@ def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
         message = f"{len(parallel.stage_layers)} numbers of layers for {parallel.stages} stages: give one for each"
         yield Problem(message, "parallel.stage_layers")
     others = {
-        f"train.objective: {objective}": (objective.answers > 0, "use parallel.tensor or context"),
+        f"train.objective: {objective}": (
+            objective.answers > 0 or objective.needs_teacher,
+            "use parallel.tensor or context",
+        ),
         "fsdp.wrap": (recipe.fsdp.wrap != "auto", "use fsdp.wrap: auto"),
         "fsdp.bucket_cap_mb": (recipe.fsdp.bucket_cap_mb is not None, "remove one of the two"),
     }

@@ -17,6 +17,7 @@ GATHERS = {"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathe
 PARTLY_TRAINED = {"data.format": [form for form in Format if form.is_trained_in_part]}
 RENDERED = {"data.format": [form for form in Format if form.renders_chat]}
 DPO, IPO, SIMPO, ORPO, KTO = ({"train.objective": [each]} for each in Objective if each.answers)
+DISTILL = {"train.objective": [each for each in Objective if each.needs_teacher]}
 
 
 def key(default: Any, **limits: Any) -> Any:
@@ -177,6 +178,22 @@ class Data(SourceKeys):
     def treatment(self) -> Treatment:
         """What happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
         return "continued" if self.packing == "concat" else self.long_rows or self.format.long_rows
+
+
+@dataclass
+class Teacher:
+    """The model whose probabilities are learned: computed before step 1 and cached, so that it is not held beside.
+
+    id: Hub id or local folder of a model with the same tokenizer
+    revision: branch, tag or commit of a teacher on the Hub
+    top_k: likeliest tokens at each trained token whose probabilities are kept; the others count together, as one
+    temperature: the logits of teacher and student are divided by it; above 1, unlikely tokens count more
+    """
+
+    id: str | None = key(None, needs=DISTILL)
+    revision: str | None = key(None, needs="teacher.id")
+    top_k: int = key(64, needs=DISTILL, at_least=1)
+    temperature: float = key(1.0, needs=DISTILL, above=0.0)
 
 
 @dataclass
@@ -412,6 +429,19 @@ class Kto:
 
 
 @dataclass
+class Distill:
+    """What is learned from the teacher's probabilities (Hinton et al., arXiv:1503.02531), at its temperature T.
+
+    weight: the loss of a token is weight · T² · KL + (1 − weight) · cross-entropy
+    kl: forward: from the teacher to the student, which covers all that the teacher finds likely; reverse: from the
+        student to the teacher, which may keep to a part of it
+    """
+
+    weight: float = key(1.0, needs=DISTILL, at_least=0.0, at_most=1.0)
+    kl: Literal["forward", "reverse"] = key("forward", needs=DISTILL, unset="forward")
+
+
+@dataclass
 class Train:
     """What to learn, how long, and in what batches.
 
@@ -420,7 +450,8 @@ class Train:
     global_batch_size: sequences per optimizer step, over all ranks
     micro_batch_size: sequences that a rank computes at a time
     objective: next_token: predict the trained tokens; dpo, ipo, simpo, orpo: prefer the chosen answer of each pair to
-        the rejected one; kto: make desirable answers likelier and undesirable ones less likely
+        the rejected one; kto: make desirable answers likelier and undesirable ones less likely; distill: predict the
+        trained tokens as a teacher does
     loss: chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once
     compile: apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler
     float8: round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or
@@ -442,6 +473,7 @@ class Train:
     simpo: Simpo = field(default_factory=Simpo)
     orpo: Orpo = field(default_factory=Orpo)
     kto: Kto = field(default_factory=Kto)
+    distill: Distill = field(default_factory=Distill)
     loss: Literal["chunked", "plain"] = "chunked"
     compile: Any = key("auto", forms=("auto", bool))
     float8: Literal["rowwise", "tensorwise"] | None = None
@@ -604,6 +636,7 @@ class Recipe:
     model: Model = field(default_factory=Model)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
+    teacher: Teacher = field(default_factory=Teacher)
     fsdp: Fsdp = field(default_factory=Fsdp)
     parallel: Parallel = field(default_factory=Parallel)
     optim: Optim = field(default_factory=Optim)

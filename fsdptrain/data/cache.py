@@ -33,8 +33,8 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
     if intact_folder(kind, key):  # many ranks may look at once, and do not wait for one another
-        return _folder(kind, key)
-    folder = _folder(kind, key)
+        return folder_of(kind, key)
+    folder = folder_of(kind, key)
     with FileLock(f"{folder}.lock"):
         try:
             found = is_intact(folder)  # another process may have written it while this one waited
@@ -58,14 +58,15 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
 
 def intact_folder(kind: str, key: Any) -> Path | None:
     """Return the cache's folder for `key` if it is there and its files were not touched since they were compared."""
-    folder = _folder(kind, key)
+    folder = folder_of(kind, key)
     with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
         if is_intact(folder, may_read=False):
             return folder
     return None
 
 
-def _folder(kind: str, key: Any) -> Path:
+def folder_of(kind: str, key: Any) -> Path:
+    """Return the cache's folder for `key` (JSON), which may not be there."""
     return cache_dir(kind) / key_digest(key)
 
 

@@ -34,6 +34,7 @@ import torch
 from fsdptrain.config.mixture import MixtureSource
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import PARTS_FILE
+from fsdptrain.data.teacher import TeacherOutputs
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -100,6 +101,9 @@ class Batch(TypedDict):
 
     If they are judged one by one, `desirable` bool [answers] says how; `mismatched` has the same prompts with the
     answers of other rows (see `Corpus.mismatched`), and a step adds its estimate of the KL divergence as `kl`, float64.
+
+    With a teacher, `teacher_ids` int32 [rows, seq_len, k] and `teacher_log_probs` float32 [rows, seq_len, k + 1] are
+    its `TeacherOutputs`, 0 without label.
     """
 
     input_ids: torch.Tensor
@@ -113,6 +117,8 @@ class Batch(TypedDict):
     desirable: NotRequired[torch.Tensor]
     mismatched: NotRequired[Batch]
     kl: NotRequired[torch.Tensor]
+    teacher_ids: NotRequired[torch.Tensor]
+    teacher_log_probs: NotRequired[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,7 @@ class Corpus(EncodedRows):
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
     reference: Array | None = None
+    teacher: TeacherOutputs | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -249,7 +256,7 @@ class Corpus(EncodedRows):
         lengths = np.minimum(first[:, 1], length)
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
         offsets = np.arange(len(pieces) + 1)
-        return dataclasses.replace(self, pieces=pieces, offsets=offsets, labels=lengths, answers=0)
+        return dataclasses.replace(self, pieces=pieces, offsets=offsets, labels=lengths, answers=0, teacher=None)
 
     def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
         """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
@@ -259,7 +266,7 @@ class Corpus(EncodedRows):
         return dataclasses.replace(
             self, tokens=tokens, trained=np.zeros(len(tokens), bool), ends=ends, lengths=lengths, seq_len=seq_len,
             pieces=np.stack([ends[:-1], lengths, ends[1:]], axis=1), offsets=np.arange(len(rows) + 1),
-            labels=np.zeros_like(lengths), answers=0,
+            labels=np.zeros_like(lengths), answers=0, teacher=None,
         )  # fmt: skip
 
     def show(self, tokenizer: Any) -> str:
@@ -340,6 +347,12 @@ class Mixture:
         return sum(share * value for share, value in zip(self.shares, values, strict=True)) / sum(self.shares)
 
 
+def with_each(corpus: Corpus | Mixture, change: Callable[[Corpus], Corpus]) -> Corpus | Mixture:
+    """Return a corpus, or a mixture, with each of its corpora changed."""
+    parts = [change(part) for part in corpus.parts]
+    return dataclasses.replace(corpus, parts=parts) if isinstance(corpus, Mixture) else parts[0]
+
+
 def digest_of(digests: Iterable[str]) -> str:
     """Return a SHA-256 over these digests."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -399,6 +412,14 @@ def _batch_of(
     if rows[0][0].answers:
         batch["answers"] = torch.from_numpy(np.where(answers < 0, answer, answers))
         batch["reference"] = torch.from_numpy(np.concatenate(references))
+    if rows[0][0].teacher is not None:
+        top_k = rows[0][0].teacher.top_k
+        teacher_ids, log_probs = np.zeros((*shape, top_k), np.int32), np.zeros((*shape, top_k + 1), np.float32)
+        for row, (corpus, number) in enumerate(rows):
+            if number >= 0 and corpus.teacher is not None:
+                trained = labels[row] != IGNORED
+                teacher_ids[row, trained], log_probs[row, trained] = corpus.teacher.at(number)
+        batch |= {"teacher_ids": torch.from_numpy(teacher_ids), "teacher_log_probs": torch.from_numpy(log_probs)}
     return batch
 
 
@@ -438,9 +459,11 @@ def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
         return batch
     own: dict[str, Any] = {
         name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
-        for name in ("input_ids", "labels", "position_ids", "is_token", "answers")
+        for name in (
+            "input_ids", "labels", "position_ids", "is_token", "answers", "teacher_ids", "teacher_log_probs"
+        )
         if name in batch
-    }
+    }  # fmt: skip
     if "mismatched" in batch:
         own["mismatched"] = part_of_rows(batch["mismatched"], part, parts)
     return cast(Batch, {**batch, **own})

@@ -53,8 +53,8 @@ def part_that_costs(plan: Plan) -> Plan:
         default.data, format=recipe.data.format, packing=recipe.data.packing, seq_len=recipe.data.seq_len
     )
     recipe = dataclasses.replace(
-        default, model=recipe.model, adapter=recipe.adapter, data=data, fsdp=recipe.fsdp, parallel=recipe.parallel,
-        optim=dataclasses.replace(recipe.optim, lr=default.optim.lr),
+        default, model=recipe.model, teacher=recipe.teacher, adapter=recipe.adapter, data=data, fsdp=recipe.fsdp,
+        parallel=recipe.parallel, optim=dataclasses.replace(recipe.optim, lr=default.optim.lr),
         train=dataclasses.replace(recipe.train, epochs=default.train.epochs, steps=default.train.steps),
     )  # fmt: skip
     return dataclasses.replace(plan, recipe=recipe, run_dir="", data_paths=[], eval_path=None)

@@ -128,6 +128,10 @@ def batch_of_zeros(plan: Plan) -> Batch:
         batch |= {"answers": torch.zeros_like(ids), "reference": torch.zeros(objective.answers, dtype=torch.float64)}
     if objective.estimates_kl:
         batch |= {"desirable": torch.ones(1, dtype=torch.bool), "mismatched": batch.copy()}
+    if objective.needs_teacher:
+        top_k = plan.recipe.teacher.top_k
+        batch["teacher_ids"] = torch.zeros((*ids.shape, top_k), dtype=torch.int32)
+        batch["teacher_log_probs"] = torch.zeros((*ids.shape, top_k + 1))
     return batch
 
 

@@ -5,8 +5,9 @@ gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept. With
 torch.compile, all rows of a chunk are one kernel or two.
 
-A loss that is no plain sum over tokens (see `model.objectives`) needs the log-probability of each label first. Its
-backward computes the logits of a chunk again.
+What is learned of a token is a `TokenLoss`: cross-entropy, or how far the model is from a teacher
+(`model.distillation`). A loss that is no plain sum over tokens (see `model.objectives`) needs the log-probability of
+each label first. Its backward computes the logits of a chunk again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,37 +28,94 @@ from fsdptrain.errors import RecipeError, error_summary
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 Divisor = int | torch.Tensor
-ToGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as `to_gradients` of a model
+Targets = tuple[torch.Tensor, ...]  # what the tokens of a chunk learn, each [n, …]: labels, and what a teacher says
+ToGradients = Callable[[torch.Tensor, Targets, torch.Tensor], torch.Tensor]  # as `to_gradients` of a model
 
 
-def compute_in_chunks(model: Any, compiled: bool = False) -> None:
-    """Let an unsharded causal LM return a loss (`cross_entropy`) for `model(labels=…, divisor=…, **inputs)`.
+class TokenLoss(NamedTuple):
+    """A loss that is a sum over label tokens; all of it is float32.
 
-    With divisor=None it returns the log-probability of each label, float32 [tokens], 0 where it is IGNORED. Labels
-    belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before. FSDP's
-    hooks run around `__call__` and so around this. `compiled`: what is between the products of a chunk is compiled.
-    Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
+    `summed`: from logits [n, V] and targets, the sum of the losses, [], or [1 + measures] with the sums of measures.
+    `with_gradient`: the same from logits, targets and scale [n], and the gradient of the loss in the logits, each row
+    times its scale. `fusible`: the same in operators that a compiler makes one kernel of; None: it is not compiled.
+    """
+
+    summed: Callable[[torch.Tensor, Targets], torch.Tensor]
+    with_gradient: Callable[[torch.Tensor, Targets, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    fusible: Callable[[torch.Tensor, Targets, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+log_softmax = functools.partial(functional.log_softmax, dim=-1, dtype=torch.float32)  # in newly allocated memory
+
+
+SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+
+
+def _summed_loss(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the summed cross-entropy."""
+    return functional.nll_loss(log_softmax(logits), targets[0], **SUM)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross-entropy, and its gradient: softmax minus one-hot, times `scale`."""
+    log_probs, (labels,) = log_softmax(logits), targets
+    loss = functional.nll_loss(log_probs, labels, **SUM)
+    grad = log_probs.exp_()
+    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
+    grad *= scale[:, None]
+    return loss, grad
+
+
+def _fusible_loss_and_gradient(
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
+    log_probs, (labels,) = log_softmax(logits), targets
+    wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
+    loss = -torch.where(wanted, log_probs, 0.0).sum()
+    return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
+
+
+NEXT_TOKEN = TokenLoss(_summed_loss, _loss_and_gradient, _fusible_loss_and_gradient)
+
+
+def compute_in_chunks(model: Any, compiled: bool = False, token_loss: TokenLoss = NEXT_TOKEN) -> None:
+    """Let an unsharded causal LM return a loss (`chunked_loss`) for `model(labels=…, divisor=…, **inputs)`.
+
+    It is that of `token_loss`, by default cross-entropy; `teacher` has the targets beside labels. With divisor=None it
+    returns the log-probability of each label, float32 [tokens], 0 where it is IGNORED. With `read`, a function of the
+    logits [n, V] of some tokens, it returns the tensors [label tokens, …] that this returns for all that have a label.
+    Labels belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before.
+    FSDP's hooks run around `__call__` and so around this. `compiled`: what is between the products of a chunk is
+    compiled. Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
     """
     decoder, head = _before_head(model), model.get_output_embeddings()
     after = after_head(model)
-    gradients = compiled_gradients(after) if compiled else functools.partial(to_gradients, after=after)
+    gradients: ToGradients = functools.partial(to_gradients, after=after, token_loss=token_loss)
+    if compiled and token_loss.fusible:
+        gradients = compiled_gradients(after)
     forward, head_forward = model.forward, head.forward
 
-    def forward_or_loss(labels: torch.Tensor | None = None, divisor: Divisor | None = 1, **inputs: Any) -> Any:
+    def forward_or_loss(
+        labels: Any = None, divisor: Any = 1, teacher: Targets = (), read: Any = None, **inputs: Any
+    ) -> Any:
         if labels is None:
             return forward(**inputs)
-        return head(decoder(**inputs).last_hidden_state, labels, divisor)
+        return head(decoder(**inputs).last_hidden_state, (labels, *teacher), divisor, read)
 
-    def logits_or_loss(
-        hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: Divisor | None = 1
-    ) -> torch.Tensor:
-        if labels is None:
-            logits: torch.Tensor = head_forward(hidden)
-            return logits
+    def logits_or_loss(hidden: torch.Tensor, targets: Targets = (), divisor: Any = 1, read: Any = None) -> Any:
+        if not targets:
+            return head_forward(hidden)
         hidden = hidden.to(head.weight.dtype).flatten(0, 1)  # mamba2's residual stream is float32
+        weights, targets = (head.weight, head.bias), tuple(each.flatten(0, 1) for each in targets)
+        if read is not None:
+            some = hidden[targets[0] != IGNORED].split(loss_rows(len(head.weight), hidden.device.type))
+            return tuple(map(torch.cat, zip(*(read(after(functional.linear(h, *weights))) for h in some), strict=True)))
         if divisor is None:
-            return _LabelLogProbs.apply(hidden, head.weight, head.bias, labels.flatten(), after, gradients)
-        return cross_entropy(hidden, head.weight, head.bias, labels.flatten(), divisor, after, gradients)
+            return _LabelLogProbs.apply(hidden, *weights, *targets, after, gradients)
+        return chunked_loss(hidden, *weights, targets, divisor, after, gradients, token_loss)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
 
@@ -137,33 +195,30 @@ def _copy_with_stand_ins(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
     return twin
 
 
-def cross_entropy(
+def chunked_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    labels: torch.Tensor,
+    targets: Targets,
     divisor: Divisor,
     after: AfterHead,
     gradients: ToGradients | None = None,
+    token_loss: TokenLoss = NEXT_TOKEN,
 ) -> torch.Tensor:
-    """Return the cross-entropy of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
+    """Return the loss of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
-    `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `labels` is [T]. The
-    result is a float32 scalar. The division happens here so that gradients are divided before they are rounded to bf16:
-    softmax minus 1 is close to -1 for nearly every label, and all of these would be rounded in the same direction.
+    `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `targets` are
+    [T, …], the first of them labels. The result is float32: [], or [1 + measures], of which only the loss, the first,
+    has a gradient. It is that of `token_loss`, by default cross-entropy. The division happens here so that gradients
+    are divided before they are rounded to bf16: softmax minus 1 is close to -1 for nearly every label, and all of these
+    would be rounded in the same direction.
     """
     if torch.is_grad_enabled():
         gradients = gradients or functools.partial(to_gradients, after=after)
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, divisor, gradients)
+        loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, divisor, gradients, *targets)
         return loss
-    losses = [
-        functional.nll_loss(_log_softmax(after(functional.linear(h, weight, bias))), t, **SUM)
-        for h, t in _chunks(hidden, weight, labels)
-    ]
-    return torch.stack(losses).sum() / divisor
-
-
-SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+    chunks = ((after(functional.linear(h, weight, bias)), t) for h, t in _chunks(hidden, weight, targets))
+    return torch.stack([token_loss.summed(*each) for each in chunks]).sum(0) / divisor
 
 
 def loss_chunks(tokens: int, hidden: int) -> int:
@@ -181,18 +236,14 @@ def loss_rows(vocab: int, device: str) -> int:
     return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 
-def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return views of hidden states and labels, a pair for each chunk; chunk sizes differ by at most one token."""
-    count = loss_chunks(len(labels), weight.shape[1])
-    return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> list[tuple[torch.Tensor, Targets]]:
+    """Return views of hidden states and targets, a pair for each chunk; chunk sizes differ by at most one token."""
+    count = loss_chunks(len(hidden), weight.shape[1])
+    pieces = zip(*(each.tensor_split(count) for each in targets), strict=True)
+    return list(zip(hidden.tensor_split(count), pieces, strict=True))
 
 
-_log_softmax = functools.partial(functional.log_softmax, dim=-1, dtype=torch.float32)  # in newly allocated memory
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Computes loss and gradients in forward. Backward only scales them: it needs neither weight nor logits."""
 
     @staticmethod
@@ -201,22 +252,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        labels: torch.Tensor,
         divisor: Divisor,
         gradients: ToGradients,
+        *targets: torch.Tensor,
     ) -> torch.Tensor:
-        scale = (labels != IGNORED) / divisor
-        total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, gradients)
+        scale = (targets[0] != IGNORED) / divisor
+        total, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, targets, scale, gradients)
         ctx.save_for_backward(*grads)
-        ctx.dtype = hidden.dtype
+        ctx.dtype, ctx.others = hidden.dtype, (None,) * (2 + len(targets))
         return total / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In the engine `scale` is 1, because the divisor is already applied: nothing is rounded a second time.
+        scale = scale.flatten()[0]  # those of measures are 0
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
-        return *grads, None, None, None
+        return *grads, *ctx.others
 
 
 class _LabelLogProbs(torch.autograd.Function):
@@ -236,8 +288,8 @@ class _LabelLogProbs(torch.autograd.Function):
         ctx.gradients = gradients
         rows = loss_rows(weight.shape[0], hidden.device.type)
         losses = [
-            functional.nll_loss(_log_softmax(after(logits)), t, ignore_index=IGNORED, reduction="none")
-            for h, wanted in _chunks(hidden, weight, labels)
+            functional.nll_loss(log_softmax(after(logits)), t, ignore_index=IGNORED, reduction="none")
+            for h, (wanted,) in _chunks(hidden, weight, (labels,))
             for logits, t in zip(functional.linear(h, weight, bias).split(rows), wanted.split(rows), strict=True)
         ]
         return -torch.cat(losses)
@@ -247,7 +299,7 @@ class _LabelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         scale = -scale * (labels != IGNORED)  # the gradient of a log-probability is one-hot minus softmax
-        _, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, scale, ctx.gradients)
+        _, *grads = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, (labels,), scale, ctx.gradients)
         return *(None if grad is None else grad.to(hidden.dtype) for grad in grads), None, None, None
 
 
@@ -256,7 +308,7 @@ def _loss_and_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    labels: torch.Tensor,
+    targets: Targets,
     scale: torch.Tensor,
     gradients: ToGradients,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -268,9 +320,9 @@ def _loss_and_gradients(
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     of_hidden: list[torch.Tensor] = []
     of_weight = of_bias = None
-    for (h, t), s in zip(_chunks(hidden, weight, labels), scale.tensor_split(loss_chunks(*hidden.shape)), strict=True):
+    for (h, t), s in zip(_chunks(hidden, weight, targets), scale.tensor_split(loss_chunks(*hidden.shape)), strict=True):
         grad = functional.linear(h, weight, bias)
-        total += gradients(grad, t, s)
+        total = total + gradients(grad, t, s)
         if needs_hidden:
             of_hidden.append(grad @ weight)
         if needs_weight:
@@ -282,60 +334,42 @@ def _loss_and_gradients(
     return total, torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias
 
 
-def to_gradients(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead) -> torch.Tensor:
+def to_gradients(
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor, after: AfterHead, token_loss: TokenLoss = NEXT_TOKEN
+) -> torch.Tensor:
     """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, each row times `scale` [n]."""
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
-    for piece, wanted, factor in zip(logits.split(rows), labels.split(rows), scale.split(rows), strict=True):
-        total += _overwrite(piece, wanted, factor, after, _loss_and_gradient)
+    for piece, factor, *wanted in zip(*(each.split(rows) for each in (logits, scale, *targets)), strict=True):
+        total = total + _overwrite(piece, tuple(wanted), factor, after, token_loss.with_gradient)
     return total
 
 
 def _overwrite(
-    logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, after: AfterHead, loss_and_gradient: Any
+    logits: torch.Tensor, targets: Targets, scale: torch.Tensor, after: AfterHead, with_gradient: Any
 ) -> torch.Tensor:
-    """Do what `to_gradients` does, for all rows at once; `loss_and_gradient` is that of `after(logits)`."""
+    """Do what `to_gradients` does, for all rows at once; `with_gradient` is that of `after(logits)`."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         final = after(leaf)
     loss: torch.Tensor
-    loss, grad = loss_and_gradient(_log_softmax(final.detach()), labels, scale)
+    loss, grad = with_gradient(final.detach(), targets, scale)
     logits.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
     return loss
 
 
-def _loss_and_gradient(
-    log_probs: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss, and its gradient: softmax minus one-hot, times `scale`, in the memory of `log_probs`."""
-    loss = functional.nll_loss(log_probs, labels, **SUM)
-    grad = log_probs.exp_()
-    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= scale[:, None]
-    return loss, grad
-
-
-def _fusible_loss_and_gradient(
-    log_probs: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
-    wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
-    loss = -torch.where(wanted, log_probs, 0.0).sum()
-    return loss, (log_probs.exp() - wanted.float()) * scale[:, None]
-
-
 def compiled_gradients(after: AfterHead) -> ToGradients:
-    """Return `to_gradients` as one compiled graph for each shape of a chunk: chunks have two lengths at most."""
+    """Return the `to_gradients` of cross-entropy, compiled for each shape of a chunk: there are two lengths at most."""
     graphs: dict[Any, Callable[..., torch.Tensor]] = {}
 
-    def compiled(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def compiled(logits: torch.Tensor, targets: Targets, scale: torch.Tensor) -> torch.Tensor:
         kind = logits.shape, logits.dtype
         if kind not in graphs:
             # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.
-            body = functools.partial(_overwrite, after=after, loss_and_gradient=_fusible_loss_and_gradient)
-            traced = make_fx(body, tracing_mode="fake")(logits, labels, scale)
+            body = functools.partial(_overwrite, after=after, with_gradient=_fusible_loss_and_gradient)
+            traced = make_fx(body, tracing_mode="fake")(logits, targets, scale)
             graphs[kind] = torch.compile(traced, dynamic=False)
-        return graphs[kind](logits, labels, scale)
+        return graphs[kind](logits, targets, scale)
 
     return compiled
 

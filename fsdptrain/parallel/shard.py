@@ -24,6 +24,7 @@ from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost
 from fsdptrain.model import tiles, varlen
 from fsdptrain.model.adapters import freeze, layers_in_nf4
 from fsdptrain.model.attention import avoid_wrong_kernel
+from fsdptrain.model.distillation import token_loss_of
 from fsdptrain.model.expert_parallel import connect_experts, divide_experts
 from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.loss import compute_in_chunks
@@ -87,7 +88,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
             avoid_wrong_kernel(recipe.data.seq_len)
     units = in_buckets(units_of(model, recipe.fsdp.wrap), recipe.fsdp)
     if recipe.train.loss == "chunked" and has_head:
-        compute_in_chunks(model, plan.compiles)
+        compute_in_chunks(model, plan.compiles, token_loss_of(recipe))
     if views:
         compute_stages(model, views, has_head)
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)

@@ -22,6 +22,7 @@ from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.keys import flat, recipe_of, recipe_problems
 from fsdptrain.config.mixture import MixtureSource, sources_of, without_names
+from fsdptrain.config.objectives import DEFAULT_OBJECTIVE
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
 from fsdptrain.config.paths import (
     DataPath,
@@ -36,7 +37,7 @@ from fsdptrain.config.paths import (
 )
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.rules import profile_problem
-from fsdptrain.config.schema import Recipe, node_range
+from fsdptrain.config.schema import Adapter, Model, Recipe, node_range
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, listed, shortened
 from fsdptrain.plan.gpus import TESTED
 from fsdptrain.plan.topology import Topology
@@ -48,6 +49,7 @@ from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
+ONLY_TEACHER = "FSDPTRAIN_ONLY_TEACHER"  # of workers that end when the outputs of the teacher are in the cache
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of another version cannot be resumed.
@@ -283,7 +285,8 @@ class Plan:
     def hub_names(self) -> list[str]:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
-        names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
+        found = (model.id, model.tokenizer, self.recipe.teacher.id)
+        names = [name for name in found if isinstance(name, str) and not is_folder(name)]
         paths = [path for path in (*self.data_paths, self.eval_path) if path and is_hub_data(path)]
         return list(dict.fromkeys([*names, *paths]))
 
@@ -481,6 +484,8 @@ def draft_plan(
         problems.append(Problem("has no effect without model.id", "--trust-remote-code"))
     elif trust_remote_code and (fault := unpinned_code(str(recipe.model.id), recipe.model.revision)):
         problems.append(Problem(fault, "model.revision"))
+    if trust_remote_code and recipe.teacher.id and (fault := unpinned_code(recipe.teacher.id, recipe.teacher.revision)):
+        problems.append(Problem(fault, "teacher.revision"))
     # Data on the Hub is read at data.revision, as part of its path.
     held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
@@ -535,6 +540,24 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
         part = dataclasses.replace(getattr(recipe, section), **{name: value})
         recipe = dataclasses.replace(recipe, **{section: part})
     return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
+
+
+def teacher_plan(plan: Plan) -> Plan:
+    """Return the plan that loads the teacher of a run: by the same ranks, sharded alike, in the compute dtype.
+
+    Nothing of it is trained. What the recipe says about the student's architecture is left out.
+    """
+    recipe = plan.recipe
+    dtype: Any = recipe.fsdp.mixed_precision.param_dtype
+    teacher = dataclasses.replace(
+        recipe,
+        model=Model(id=recipe.teacher.id, revision=recipe.teacher.revision, dtype=dtype),
+        adapter=Adapter(),
+        fsdp=dataclasses.replace(recipe.fsdp, wrap="auto", activation_checkpointing="none", bucket_cap_mb=None),
+        parallel=dataclasses.replace(recipe.parallel, experts=1),
+        train=dataclasses.replace(recipe.train, objective=DEFAULT_OBJECTIVE, float8=None, router_bias_rate=0.0),
+    )
+    return dataclasses.replace(plan, recipe=teacher)
 
 
 MAX_STATE_FRACTION = 0.75  # of a GPU's memory, for weights, state and gradients; activations need the rest
@@ -654,6 +677,7 @@ def _shard_size(recipe: Recipe, topology: Topology) -> int:
 def model_name_problems(recipe: Recipe) -> list[Problem]:
     """Return a problem for a model or tokenizer that is neither a folder on this machine nor a Hub id."""
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
+    names["teacher.id"] = recipe.teacher.id
     return [
         Problem(fault, path)
         for path, name in names.items()

@@ -70,9 +70,10 @@ CHANGES = FieldType(
     lambda value: isinstance(value, dict) and all(isinstance(v, list) and len(v) == 2 for v in value.values()),
 )
 COMPARED = FieldType("a list of comparisons", _is_compared)
-OF_ANSWERS = dict.fromkeys(  # the measures of `config.objectives`
+MEASURES = dict.fromkeys(  # of `config.objectives`
     (
         "rewards_chosen", "rewards_rejected", "rewards_desirable", "rewards_undesirable", "margin", "accuracy", "kl",
+        "cross_entropy",
     ), NUMBER,
 )  # fmt: skip
 
@@ -119,7 +120,7 @@ EVENTS = {
         {
             "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
             "reserved_memory_bytes": COUNT, "alloc_retries": COUNT, "peak_memory_by_rank": COUNTS,
-            "loss_scale": NUMBER, "expert_load": NUMBER, **OF_ANSWERS,
+            "loss_scale": NUMBER, "expert_load": NUMBER, **MEASURES,
         },
         undone=True, tracked=True, trains=True,
     ),
@@ -131,7 +132,7 @@ EVENTS = {
     "eval": EventKind(
         "the held-out rows are evaluated after `step`; 0: with the first weights; `losses` has those of the sources",
         {"step": COUNT, "loss": NUMBER, "tokens": COUNT},
-        {"perplexity": NUMBER, "losses": NUMBERS, **OF_ANSWERS},
+        {"perplexity": NUMBER, "losses": NUMBERS, **MEASURES},
         undone=True, tracked=True, trains=True,
     ),
     "generated": EventKind(

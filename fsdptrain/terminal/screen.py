@@ -20,7 +20,8 @@ PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
 MEMORY_DIFFERS = 0.1  # share of the largest peak by which another rank's is noticeably less
 SAMPLE_COLUMNS = 120  # of what the model writes behind a prompt, at most
 LINES = 20  # of each kind that stay above the live line over a whole run, about
-QUALITY = {"perplexity": ".2f", "margin": ".4f", "accuracy": ".1%", "kl": ".4f"}  # beside the loss, if events have it
+# What stands beside the loss, if events have it.
+QUALITY = {"perplexity": ".2f", "margin": ".4f", "accuracy": ".1%", "kl": ".4f", "cross_entropy": ".4f"}
 
 
 class Screen:
@@ -246,7 +247,7 @@ class Screen:
 
 
 def _quality(record: Record, *names: str) -> list[str]:
-    return [f"{name} {record[name]:{QUALITY[name]}}" for name in names if name in record]
+    return [f"{name.replace('_', '-')} {record[name]:{QUALITY[name]}}" for name in names if name in record]
 
 
 def _comparison_text(compared: list[Record]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ import transformers
 from torch import nn
 
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.data.hub import safetensors_files
-from fsdptrain.data.tokenizer import load_tokenizer, own_code_note, size_to_train, vocabulary_size
-from fsdptrain.errors import Problem, RecipeError, error_summary, listed
+from fsdptrain.data.hub import hub_errors, recipe_errors, safetensors_files
+from fsdptrain.data.tokenizer import load_tokenizer, open_tokenizer, own_code_note, size_to_train, vocabulary_size
+from fsdptrain.errors import Problem, RecipeError, error_summary, listed, shortened
 from fsdptrain.model.adapters import (
     check_adapter_file,
     check_experts_in_one_unit,
@@ -51,7 +52,7 @@ from fsdptrain.model.units import (
 )
 from fsdptrain.model.weights import check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
-from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.plan import Plan, teacher_plan
 from fsdptrain.run_folder.events import Progress
 
 if TYPE_CHECKING:
@@ -218,6 +219,40 @@ def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrai
         prepared = prepare_model(plan, vocabulary_size(tokenizer))
     check_special_tokens(plan, tokenizer)
     return tokenizer, prepared
+
+
+def prepare_teacher(plan: Plan, vocab_size: int | None) -> PreparedModel | None:
+    """Build the skeleton of the teacher, as `prepare_model` does; None if the objective needs none."""
+    if not plan.recipe.train.objective.needs_teacher:
+        return None
+    with errors_of_teacher():
+        return prepare_model(teacher_plan(plan), vocab_size)
+
+
+def check_vocabulary(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise RecipeError unless the teacher, if there is one, has the student's tokens, each with the same id."""
+    if not plan.recipe.train.objective.needs_teacher:
+        return
+    name, own = str(plan.recipe.teacher.id), tokenizer.get_vocab()
+    with recipe_errors(f"teacher.id: cannot load the tokenizer of {name!r}"), hub_errors("teacher.id", name):
+        theirs = open_tokenizer(name, plan.recipe.teacher.revision or "main").get_vocab()
+    if token := next((token for token in [*own, *theirs] if own.get(token) != theirs.get(token)), None):
+        there, here = (f"id {ids[token]}" if token in ids else "missing" for ids in (theirs, own))
+        raise RecipeError(
+            f"teacher.id: {name} has another tokenizer than the student: {shortened(token)!r} is {there} there and "
+            f"{here} here: use a teacher with the student's tokenizer, or train the student with that of {name} "
+            "(model.tokenizer)"
+        )
+
+
+@contextlib.contextmanager
+def errors_of_teacher() -> Iterator[None]:
+    """Say in the errors of a model that it is the teacher."""
+    try:
+        yield
+    except RecipeError as error:
+        texts = [re.sub(r"^(model|teacher)\.id: ", "", str(problem)) for problem in error.problems]
+        raise type(error)([Problem(text, "teacher.id") for text in texts]) from None
 
 
 def check_beside_text(trained: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.data.cache import is_intact, seal
-from fsdptrain.data.corpus import Corpus, Mixture
+from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import CheckpointError, NonFiniteError, Stopped
 from fsdptrain.train.pace import StopPoll
 from fsdptrain.train.setup import Inputs, Session
@@ -50,13 +50,7 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
         if not all(np.isfinite(each).all() for each in sums.values()):
             raise NonFiniteError("the reference: the model at the start gives an answer no finite log-probability")
         checkpointer.from_rank_zero("keep the reference", partial(_write, folder, sums))
-    stream = dataclasses.replace(stream, corpus=_with_sums(stream.corpus, sums))
-    return dataclasses.replace(inputs, stream=stream, eval_corpus=_with_sums(eval_corpus, sums))
-
-
-def _with_sums(corpus: Corpus | Mixture, sums: Sums) -> Corpus | Mixture:
-    parts = [dataclasses.replace(part, reference=sums[part.digest]) for part in corpus.parts]
-    return dataclasses.replace(corpus, parts=parts) if isinstance(corpus, Mixture) else parts[0]
+    return inputs.with_each_corpus(lambda part: dataclasses.replace(part, reference=sums[part.digest]))
 
 
 def _compute(session: Session, engine: Engine, corpus: Corpus, sums: np.ndarray[Any, Any]) -> None:

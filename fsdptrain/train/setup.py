@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -44,14 +45,15 @@ from fsdptrain.checkpoint.nodes import (
 from fsdptrain.checkpoint.resume import changes_since, recipe_key, too_few_steps
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.data.corpus import Corpus, Mixture, Stream
+from fsdptrain.data.corpus import Corpus, Mixture, Stream, with_each
 from fsdptrain.data.encode import evaluated_prompts
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.prepare import open_stream, reading_notes, row_notes
 from fsdptrain.data.tokenizer import own_code_note, tokenizer_digest, vocabulary_size
 from fsdptrain.data.windows import WindowStream, date_note, pin_commits, pin_date, windows_note
-from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
-from fsdptrain.failures.watchdog import Watchdog
+from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, WorkerLost, listed
+from fsdptrain.failures.translate import exit_from_thread
+from fsdptrain.failures.watchdog import Heartbeat, Watchdog
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.adapters import start_adapters
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values, save_assets
@@ -70,7 +72,15 @@ from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import length_note, make_optimizer, set_step, start_state, warmup_note
-from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_model, prepare_tokenizer_and_model
+from fsdptrain.train.preflight import (
+    PreparedModel,
+    check_vocabulary,
+    errors_of_teacher,
+    model_notes,
+    prepare_model,
+    prepare_teacher,
+    prepare_tokenizer_and_model,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +123,8 @@ class Inputs:
     """The checked model without weights, its tokenizer, and the data: `held_out` are sequence numbers of `eval_corpus`.
 
     `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders;
-    `prompts` are the tokens of `eval.prompts`; `cores` are those that this process had before it was bound to a GPU.
+    `prompts` are the tokens of `eval.prompts`; `cores` are those that this process had before it was bound to a GPU;
+    `teacher` is the model that is learned from, if there is one.
     """
 
     prepared: PreparedModel
@@ -125,6 +136,13 @@ class Inputs:
     day: date | None = None
     prompts: list[list[int]] = field(default_factory=list)
     cores: list[int] = field(default_factory=list)
+    teacher: PreparedModel | None = None
+
+    def with_each_corpus(self, change: Callable[[Corpus], Corpus]) -> Inputs:
+        """Return the inputs with each corpus changed, those that are trained and those that are held out."""
+        stream = dataclasses.replace(self.stream, corpus=with_each(self.stream.corpus, change))
+        held_out = with_each(self.eval_corpus, change) if self.held_out else stream.corpus
+        return dataclasses.replace(self, stream=stream, eval_corpus=held_out)
 
     @property
     def plan(self) -> Plan:
@@ -211,6 +229,20 @@ def gpu_fault(topology: Topology, gpus: int, env: Mapping[str, str]) -> str | No
     return None
 
 
+def join_ranks(session: Session) -> tuple[Inputs, World]:
+    """Return what `prepare_inputs` returns, and the process group; from now on the watchdog watches."""
+    prepare_process(session)
+    # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
+    # ranks have joined it, only the heartbeat notices that another node is lost.
+    session.progress("checking the model", 0, 0)
+    with Heartbeat(session.initial_plan, lambda reason: exit_from_thread(session.initial_plan, WorkerLost(reason))):
+        inputs = prepare_inputs(session)
+        session.progress("building the model", 0, 0)
+        world = World.start(inputs.plan, session.stop)
+    session.watchdog.begin(world.attempt)
+    return inputs, world
+
+
 def prepare_inputs(session: Session) -> Inputs:
     """Check the model, tokenise and pack the data, and download the weights.
 
@@ -222,8 +254,10 @@ def prepare_inputs(session: Session) -> Inputs:
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     with session.stop.obeyed_at_once():  # the constructors of a model report no progress
         tokenizer, prepared = prepare_tokenizer_and_model(plan, progress)
-    plan = prepared.plan
-    count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
+        check_vocabulary(plan, tokenizer)
+        teacher = prepare_teacher(plan, vocabulary_size(tokenizer))
+    plan, configs = prepared.plan, [each.config for each in (prepared, teacher) if each]
+    count_padding = all(longrope_threshold(config, plan.recipe.data.seq_len) is None for config in configs)
     day = pin_date(plan, tokenizer, session.rundir)
     prompts = evaluated_prompts(plan.recipe, tokenizer, day)
     stream, held_out, eval_corpus = open_stream(plan, tokenizer, progress, count_padding, day)
@@ -234,10 +268,15 @@ def prepare_inputs(session: Session) -> Inputs:
         files = safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
         if not Path(str(plan.recipe.model.id)).is_dir():  # they were not there before
             prepared = prepare_model(plan, vocabulary_size(tokenizer), files=files)
+    if teacher:
+        progress(f"looking for the weights of {plan.recipe.teacher.id}", 0, 0)
+        with errors_of_teacher():
+            safetensors_files(teacher.plan)
     stamps = stamps_of(safetensors_files(plan)) if plan.freezes or prepared.carried else None
     return Inputs(
-        prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts, sorted(os.sched_getaffinity(0))
-    )
+        prepared, tokenizer, stream, held_out, eval_corpus, stamps, day, prompts, sorted(os.sched_getaffinity(0)),
+        teacher,
+    )  # fmt: skip
 
 
 def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None:

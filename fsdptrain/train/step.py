@@ -27,6 +27,7 @@ from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
+from fsdptrain.model.distillation import token_loss_of
 from fsdptrain.model.expert_parallel import ExpertLoads
 from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.loss import Divisor
@@ -133,6 +134,7 @@ class Engine:
         counts = [0.0 if name in repeated else 1.0 for name, _ in trained]
         shares = world.replicas * torch.tensor(counts, dtype=torch.float64) / torch.tensor(copies)
         self._norm_shares = send(shares, self._shard_device)
+        self._token_loss = token_loss_of(plan.recipe)
         self._objective = plan.recipe.train.objective
         # Of the measures of the objective, sums over units, and over how many.
         measures = len(self._objective.averaged)
@@ -252,6 +254,7 @@ class Engine:
             for batch in batches:
                 self.loss(batch, 1)
                 self.on_progress()
+        self._measures.zero_()
         self.seed(step)
         return self._router_loss.finish_forward()
 
@@ -327,14 +330,18 @@ class Engine:
             self._measures += measures
             return loss
         inputs = self._inputs(batch, chunk, hidden)
+        teacher = (batch["teacher_ids"], batch["teacher_log_probs"]) if "teacher_ids" in batch else ()
         if train.loss == "chunked":
-            total: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
-            return total
-        logits = self.model(**inputs).logits
-        total = functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return total / divisor
+            total = self.model(**inputs, labels=batch["labels"], divisor=divisor, teacher=teacher)  # see model.loss
+        else:
+            targets = tuple(each.flatten(0, 1) for each in (batch["labels"], *teacher))
+            total = self._token_loss.summed(self.model(**inputs).logits.flatten(0, 1).float(), targets) / divisor
+        if teacher:  # the others are measures
+            sums = total[1:].detach().double() * divisor
+            self._measures += torch.stack([sums, (batch["labels"] != IGNORED).sum().expand_as(sums)])
+            total = total[0]
+        loss_of_batch: torch.Tensor = total
+        return loss_of_batch
 
     def _log_probs(self, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each label of a micro-batch on the device, float32 [T], 0 without a label."""
@@ -462,6 +469,25 @@ class Engine:
                 found.append(torch.stack(sums).cpu())
                 self.on_progress()
         return np.concatenate(rows), torch.cat(found, dim=1).numpy()
+
+    def read_labels(
+        self, corpus: Corpus, numbers: Sequence[int], read: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    ) -> Iterator[tuple[list[int], list[int], tuple[torch.Tensor, ...]]]:
+        """Yield what `read` returns for the logits [L, V] at the label tokens of this rank's share of sequences.
+
+        Of each micro-batch: the numbers of its sequences, how many label tokens each has in this rank's part, and the
+        tensors [L, …] of all of them. Every rank yields as often; collective.
+        """
+        with self.forward_only():
+            for mine in self._shares(numbers):
+                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+                inputs, labels = self._inputs(batch), batch["labels"]
+                if self.plan.recipe.train.loss == "chunked":
+                    found = self.model(**inputs, labels=labels, read=read)
+                else:
+                    found = read(self.model(**inputs).logits[labels != IGNORED])
+                self.on_progress()
+                yield mine, (labels != IGNORED).sum(1).tolist(), found
 
     def _own_part(self, batch: Batch) -> Batch:
         """Return this rank's part of each row."""

@@ -19,10 +19,8 @@ from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
-from fsdptrain.failures.translate import exit_from_thread
-from fsdptrain.failures.watchdog import Heartbeat
 from fsdptrain.parallel.shard import build, check_replicas
-from fsdptrain.parallel.world import World, check_hosts_of_copies
+from fsdptrain.parallel.world import check_hosts_of_copies
 from fsdptrain.plan.plan import fastest_on_one_gpu
 from fsdptrain.run_folder.records import by_loss, ends_early, evaluations_since_best
 from fsdptrain.text import ranks_text
@@ -38,14 +36,14 @@ from fsdptrain.train.setup import (
     check_cards,
     check_remaining_steps,
     check_same_inputs,
+    join_ranks,
     load_state,
     open_run_folder,
-    prepare_inputs,
-    prepare_process,
     report_start,
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
+from fsdptrain.train.teacher import with_teacher
 
 GC_EVERY = 500  # steps
 LENGTHS_OF_PROMPTS = 128  # tokens: a multiple of it, so that few shapes occur
@@ -108,15 +106,7 @@ class Trainer:
 
         Raises an FsdptrainError on every rank if the run cannot succeed, and Stopped after a stop signal.
         """
-        prepare_process(session)
-        # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
-        # ranks have joined it, only the heartbeat notices that another node is lost.
-        session.progress("checking the model", 0, 0)
-        with Heartbeat(session.initial_plan, lambda reason: exit_from_thread(session.initial_plan, WorkerLost(reason))):
-            inputs = prepare_inputs(session)
-            session.progress("building the model", 0, 0)
-            world = World.start(inputs.plan, session.stop)
-        session.watchdog.begin(world.attempt)
+        inputs, world = join_ranks(session)
         plan = fastest_on_one_gpu(inputs.plan, inputs.prepared.weights, world.device_memory())
         inputs = dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
         session.watchdog.reset()
@@ -124,14 +114,15 @@ class Trainer:
         check_cards(plan, world)
         check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
+        # What would end the run later is checked before the teacher is asked and weights are read, which may take long.
+        sizes = Sizes.of(inputs)
+        check_remaining_steps(plan, checkpointer, sizes)
+        inputs = with_teacher(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
         baseline_memory = world.peak_memory()
         flash_note = use_best_flash(session, inputs, world)
         session.watchdog.reset()
         model, units = build(plan, inputs.prepared.config, world)
-        # What would end the run later is checked before weights are read, which may take minutes.
-        sizes = Sizes.of(inputs)
-        check_remaining_steps(plan, checkpointer, sizes)
         session.watchdog.reset()
         optimizer, steps_made = load_state(model, session, inputs, checkpointer, sizes.state_bytes)
         check_replicas(model, world)

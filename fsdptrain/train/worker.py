@@ -23,14 +23,15 @@ import transformers
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.failures.translate import as_fsdptrain_error, first_line_of, record_failure, write_error_file
 from fsdptrain.failures.watchdog import Watchdog
-from fsdptrain.plan.plan import Plan, read_plan
+from fsdptrain.plan.plan import ONLY_TEACHER, Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.report.run_banner import next_steps
 from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.train.setup import Session
+from fsdptrain.train.setup import Session, join_ranks
+from fsdptrain.train.teacher import with_teacher
 from fsdptrain.train.trainer import Trainer
 
 
@@ -48,8 +49,12 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         group_left_at_end(watchdog),
     ):
         try:
+            session = Session(plan, reporter, stop, watchdog, join)
+            if ONLY_TEACHER in os.environ:
+                with_teacher(session, *join_ranks(session))
+                return
             # plan → data → world → model → shard → resume → engine
-            trainer = Trainer.set_up(Session(plan, reporter, stop, watchdog, join))
+            trainer = Trainer.set_up(session)
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise

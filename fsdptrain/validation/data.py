@@ -28,6 +28,7 @@ from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_d
 from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted, share, size
+from fsdptrain.train.preflight import check_vocabulary
 from fsdptrain.validation.findings import Findings
 from fsdptrain.validation.init_recipe import LONGEST, MOST_ROWS, RowLengths, choose_sizes
 
@@ -63,6 +64,7 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
                 findings.add_note(note)
             vocab_size = vocabulary_size(tokenizer)
             check_special_tokens(plan, tokenizer)
+            check_vocabulary(plan, tokenizer)
     if readable and tokenizer is not None:
         with findings.continue_on_error():
             steps = _check_sequences(first, tokenizer, findings)

@@ -52,7 +52,7 @@ from fsdptrain.train.optim import warmup_note
 from fsdptrain.train.setup import gpu_fault
 from fsdptrain.validation.data import check_data, choose
 from fsdptrain.validation.findings import Findings
-from fsdptrain.validation.model import attention_available, check_model
+from fsdptrain.validation.model import attention_available, check_model, check_teacher
 from fsdptrain.validation.request import Request
 
 MEMORY = "Peak memory (highest rank)"
@@ -79,6 +79,9 @@ def dry_run(request: Request, findings: Findings, *forecasters: Forecaster) -> N
     if request.build:
         with findings.continue_on_error():
             check_model(plan, vocab_size, steps, findings, request.hardware)
+            hardware = request.hardware or hardware_here(plan)
+            with findings.continue_on_error():
+                check_teacher(plan, vocab_size, hardware.memory if hardware else 0, findings)
             if forecasters and not request.problems:
                 check_step(request, vocab_size, steps, findings, forecasters)
 
@@ -272,6 +275,12 @@ def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], finding
         findings.add_lines("Time", *time_lines(forecast, plan, cost))
         if "sequences" in (data := findings.levels.get("data", {})):
             findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
+            if teacher := findings.levels.get("teacher"):
+                tokens = (data["sequences"] + data["eval_sequences"]) * plan.recipe.data.seq_len
+                teacher_s = tokens * teacher["forward_flops_per_token"] * forecast.step_s / forecast.model_flops
+                findings.add_lines(
+                    "Time", f"before step 1, the teacher reads {tokens:,} tokens: about {duration(teacher_s)}"
+                )
     findings.forecast = verdict(findings.step, plan)
 
 

@@ -36,6 +36,7 @@ LONGEST_BAR = 32  # columns of a histogram's bar
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
 UNCHECKED = {
     "data": "data", "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model",
+    "teacher.id": "teacher",
     "model.tokenizer": "tokenizer", "model.attn_implementation": "attention kernel",
     "launch.nproc_per_node": "number of GPUs", "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
 }  # fmt: skip

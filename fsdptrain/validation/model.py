@@ -17,11 +17,22 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.nodes import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.optimizers import BYTES, NF4_BYTES, Weight
+from fsdptrain.data.teacher import bytes_of_label
+from fsdptrain.errors import DoesNotFit
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
 from fsdptrain.model.parts import Part
 from fsdptrain.model.pipeline import layers_of_stages
-from fsdptrain.model.units import Unit, base_name, bytes_in_host, decoder_layers, expert_count, tied, weights_of
+from fsdptrain.model.units import (
+    Unit,
+    base_name,
+    bytes_in_host,
+    decoder_layers,
+    expert_count,
+    model_flops,
+    tied,
+    weights_of,
+)  # fmt: skip
 from fsdptrain.parallel.shard import divide
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
@@ -71,6 +82,27 @@ def check_model(
     for error in (*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))):
         findings.add_problem(error, this_machine_only=True)
     return ready.config
+
+
+def check_teacher(plan: Plan, vocab_size: int | None, memory: int, findings: Findings) -> None:
+    """Build the teacher without weights, if there is one: what a rank with `memory` holds of it, and its cache."""
+    ready = preflight.prepare_teacher(plan, vocab_size)
+    if ready is None:
+        return
+    model = describe_model(ready.plan, ready.trained, ready.units)
+    held = model["shard_bytes"] + 2 * max(unit["gathered_bytes"] for unit in model["units"])  # one ahead
+    labels = findings.levels.get("data", {}).get("label_tokens", 0)
+    cached = labels * bytes_of_label(plan.recipe.teacher.top_k)
+    forward = model_flops(ready.bare, 1, plan.recipe.data.seq_len) / 3
+    values = {"rank_bytes": held, "cache_bytes": cached, "forward_flops_per_token": forward}
+    findings.add_values(
+        "teacher", values | {"parameters": model["parameters"]}, "Teacher",
+        f"{model['architecture']}: {model['parameters']:,} parameters; before step 1 a rank holds {size(held)} of it",
+        f"its cache on each node: {size(cached)} for {labels:,} label tokens (teacher.top_k)",
+    )  # fmt: skip
+    if 0 < memory < held:
+        way_out = "use more ranks, or a smaller teacher"
+        findings.add_problem(DoesNotFit(f"teacher.id: {size(held)} of {size(memory)} on each rank: {way_out}"))
 
 
 def attention_available(kernel: str) -> bool:

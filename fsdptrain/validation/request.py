@@ -24,7 +24,7 @@ from fsdptrain.launch.launcher import Attempt
 from fsdptrain.plan.gpus import untested_versions
 from fsdptrain.plan.hardware import Hardware, parse_hardware
 from fsdptrain.plan.network import address_of, is_loopback
-from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.plan import ONLY_TEACHER, Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.processes import Child, StopRequest
 from fsdptrain.report.run_banner import nodes_allowed
@@ -174,6 +174,15 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
         if stop.count:
             raise Stopped(f"stopped by {stop.by}; nothing was changed")
     return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
+
+
+def ask_teacher(plan: Plan, screen: Screen) -> None:
+    """Start workers that fill the cache with the outputs of the teacher, with a scratch folder as their run folder."""
+    with _scratch_folder() as scratch, StopRequest() as stop:
+        plan = dataclasses.replace(plan, run_dir=str(scratch))
+        plan.rundir.logs.mkdir()
+        plan.rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+        Attempt(plan, screen, stop, settings={ONLY_TEACHER: "1"}).run()
 
 
 def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:

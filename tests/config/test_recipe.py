@@ -336,6 +336,7 @@ def needed(path: str) -> list[str]:
     own = [f"{other}={values[0] if values else any_set.get(other, '5')}" for other, values in needs.items()]
     if "train.objective" in needs:
         own += [f"data.format={Objective(needs['train.objective'][0]).formats[0]}"]
+    own += ["teacher.id=org/name"] * ("train.objective=distill" in own and path != "teacher.id")
     own += ["parallel.pipeline=2"] * ("parallel.schedule=interleaved" in own)
     return [*own, *(word for other in needs for word in needed(other))]
 

@@ -65,7 +65,7 @@ def test_any_split_into_chunks_gives_the_plain_loss_and_gradients(
         patch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // chunk))
 
         def chunked(*inputs: Any) -> torch.Tensor:
-            return loss.cross_entropy(*inputs, labels, divisor, lambda logits: logits * 1)
+            return loss.chunked_loss(*inputs, (labels,), divisor, lambda logits: logits * 1)
 
         expected, wanted = gradients(lambda *inputs: plain(*inputs, labels) / divisor, [states, weight, bias], 1 / 3)
         found, got = gradients(chunked, [states, weight, bias], 1 / 3)
@@ -91,7 +91,7 @@ def test_the_gradients_of_chunks_are_summed_in_float32(monkeypatch: pytest.Monke
 
     def of(rows: slice) -> list[torch.Tensor]:
         def chunked(states: torch.Tensor, *head: torch.Tensor) -> torch.Tensor:
-            return loss.cross_entropy(states[rows], *head, labels[rows], 49, lambda logits: logits * 1)
+            return loss.chunked_loss(states[rows], *head, (labels[rows],), 49, lambda logits: logits * 1)
 
         found: list[torch.Tensor] = gradients(chunked, inputs, 1.0)[1][1:]
         return found
@@ -172,7 +172,7 @@ def test_compiled_it_is_one_graph_for_each_length_of_chunks(
     compiled, found = loss.compiled_gradients(capped), []
     for divisor in (64, 41, 2**24 + 1, 3):
         made, expected = (
-            gradients(lambda *x, g=g, n=divisor: loss.cross_entropy(*x, labels, n, capped, g), inputs, 1.0)
+            gradients(lambda *x, g=g, n=divisor: loss.chunked_loss(*x, (labels,), n, capped, g), inputs, 1.0)
             for g in (compiled, None)
         )
         found.append(counters["stats"]["unique_graphs"])
@@ -191,7 +191,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
     logits, labels = torch.randn(16, 3000).bfloat16(), torch.arange(16)
     _, [code] = run_and_get_code(
-        lambda: loss.compiled_gradients(lambda x: x * 1)(logits, labels, torch.full([16], 7.0))
+        lambda: loss.compiled_gradients(lambda x: x * 1)(logits, (labels,), torch.full([16], 7.0))
     )
     assert "(16, 1)" in code
     assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)
