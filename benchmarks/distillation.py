@@ -35,7 +35,8 @@ def curve(kind: str, seed: int) -> list[tuple[int, float]]:
     run = RUNS / f"distillation-{kind}-{seed}"
     words = [f"seed={seed}", f"train.steps={STEPS}", f"eval.every={EVERY}", f"output_dir={run}"]
     words += [f"teacher.id={TEACHER}/export"] if kind == "teacher" else []
-    subprocess.run([sys.executable, "-m", "fsdptrain", "run", KINDS[kind], *words, "log.trackers=[]"], check=True)
+    if not (run / "export").is_dir():
+        subprocess.run([sys.executable, "-m", "fsdptrain", "run", KINDS[kind], *words, "log.trackers=[]"], check=True)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(e["step"], e.get("cross_entropy", e["loss"])) for e in events if e["event"] == "eval"]
 
@@ -75,7 +76,7 @@ def truncation(teacher: torch.Tensor, student: torch.Tensor) -> list[list[str]]:
         ids, p = top_log_probs(teacher, top_k, 1.0)
         q = bucket_log_probs(leaf.log_softmax(-1), ids.long())
         kl = (p.exp() * (p - q)).sum(1).mean()
-        return float(p[:, -1].exp().mean()), float(kl), torch.autograd.grad(kl, leaf)[0]
+        return float(p[:, -1].exp().mean()), float(kl.detach()), torch.autograd.grad(kl, leaf)[0]
 
     _, whole, gradient = divergence(teacher.shape[1])
     rows = []
