@@ -20,8 +20,8 @@ from fsdptrain.errors import install_line
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fsdptrain"
 RUN = [*sorted((DOCS / "tutorials").glob("*.md")), DOCS / "how-to" / "exercises.md"]  # pages whose commands are run
-# Commands that take a second or two: they make neither a step nor the forecast of one.
-QUICK = re.compile(r"fsdptrain (?:recipes|schema|submit .*--gpus-per-node|validate .*--no-build).*")
+# Commands that take seconds, which the default suite compares: of forecasts one.
+QUICK = re.compile(r"fsdptrain (?:recipes|submit .*--gpus-per-node|validate .*(?:--here|--hardware 2x8xh100)).*")
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -129,6 +129,14 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
 
 
+@pytest.mark.parametrize("path", RUN[:-1], ids=lambda path: path.stem)
+def test_a_tutorial_is_read_in_minutes(path: Path) -> None:
+    text = path.read_text()
+    for _, block in blocks(path):
+        text = text.replace(block, "")
+    assert 400 <= len(text.split()) <= 800
+
+
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_every_command_of_a_tutorial_is_one(path: Path) -> None:
     """The soak runs those that need no GPU; here the words are compared with the command line."""
@@ -147,10 +155,10 @@ def test_every_command_of_a_tutorial_is_one(path: Path) -> None:
 
 
 def follow(page: Path, folder: Path, quick: bool = False) -> list[str]:
-    """Run the commands of a page in order in a folder; return those that printed something else than the page says.
+    """Run the commands of a page in order in a folder; return those whose screen is not the quoted one, with it.
 
     A block with `$ fsdptrain …` is run and compared. Blocks of `bash` and `python` are run, without the lines that
-    install the package; a block of `sh` needs GPUs, other nodes or a network. `quick`: only what takes a second.
+    install the package; a block of `sh` needs GPUs, other nodes or a network. `quick`: only what takes seconds.
     """
     env = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     differ = []
