@@ -42,7 +42,7 @@ def fields_text(event: EventKind) -> str:
     return ", ".join([*(f"`{name}`" for name in event.fields), *(f"[`{name}`]" for name in event.optional)])
 
 
-ENDS = {"events.md": events, "tutorials/preferences.md": objectives}
+ENDS = {"events.md": events, "objectives.md": objectives}
 
 
 if __name__ == "__main__":

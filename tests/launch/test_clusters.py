@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,17 @@ def test_the_task_of_skypilot_has_the_published_schema_and_comes_back() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate({**task, "resources": {}}, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
+
+
+def test_the_function_of_modal_is_one_and_starts_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (FOLDER / "modal_run.py").read_text()
+    compile(text, "modal_run.py", "exec")
+    assert '["fsdptrain", "run", "/recipe.yaml", "output_dir=/work/run"' in text and 'volumes={"/work": volume}' in text
+    modal = pytest.importorskip("modal")
+    shutil.copytree(FOLDER, tmp_path / "recipes" / "clusters")
+    (tmp_path / "recipe.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(runpy.run_path(str(FOLDER / "modal_run.py"))["train"], modal.Function)
 
 
 def test_the_image_copies_what_exists_and_runs_the_command() -> None:

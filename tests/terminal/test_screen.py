@@ -128,7 +128,7 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monke
     assert size == groups * micro_batches * micro_batch == written.recipe.train.global_batch_size
     assert tokens == size * written.recipe.data.seq_len
     assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]
-    assert ("hub" in lines) == (written.recipe.model.id is not None)
+    assert ("hub" in lines) == ((written.recipe.model.id or written.recipe.teacher.id) is not None)
     if plan.freezes:
         kind = f"LoRA of rank {plan.recipe.adapter.r} on all linear layers"
         assert lines["trains"].startswith(f"{kind}, in float32; the rest is frozen in ")
