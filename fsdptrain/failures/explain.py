@@ -117,7 +117,7 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
     return (
         f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
         f"{places_text}{f'; {collective}' if collective else ''}. "
-        f"All stacks: {rundir.logs}; the last collectives: {rundir.hangs(attempt)}"
+        f"All stacks: {rundir.logs / 'rank-N.log'}; the last collectives: {rundir.hangs(attempt)}"
     )
 
 

@@ -33,7 +33,7 @@ def memory_lines(forecast: Forecast) -> list[str]:
         least = size(forecast.peak_bytes + forecast.overhead_bytes)
         lines.append(
             f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included; a smaller card "
-            f"({least} at least) would free cached memory and retry, with slower steps"
+            f"({least} at least, what is outside torch included) would free cached memory and retry, with slower steps"
         )
     lines.append(
         f"{size(forecast.overhead_bytes)} outside torch: "

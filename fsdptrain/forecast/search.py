@@ -264,9 +264,11 @@ def search(
             found += _with_shards_held(found, trials, threads)
             if not offload:
                 found += _with_experts_divided(found, trials, counts, experts)
+            fitting = any(option.fits for option in found)  # before layers are divided, which may be slower
+            if not offload:
                 found += _with_layers_divided(found, trials, counts, experts, threads)
                 found += _with_pipeline(found, trials, counts)
-            if not any(option.fits for option in found):
+            if not fitting:
                 smallest = overrides_of(plan, candidates[0][0], "full", 1)
                 for change in changes_for_long_rows(plan):
                     option = trials.option(smallest | change)

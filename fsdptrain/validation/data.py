@@ -281,7 +281,7 @@ def _show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> N
         mixed = f", {packed['rows_per_sequence']:.1f} rows per sequence"
     findings.add_lines(
         HEADING,
-        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens{of_epoch}, "
+        f"{counted(packed['sequences'], 'sequence')} of {data.seq_len:,} tokens{of_epoch}, "
         f"{packed['fill']:.1%} filled{mixed}; {packed['eval_sequences']:,} held out; "
         f"{packed['steps_per_epoch']:,.1f} steps per epoch, {packed['steps']:,} in total; "
         f"{size(packed['prepared_bytes'])} in the cache",

@@ -193,8 +193,8 @@ def _check_plan(plan: Plan, findings: Findings) -> None:
     lines = [
         f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}"
         + plan.division_text,
-        f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
-        f"{plan.ranks_text} × {micro} × {rows}",
+        f"a step: {counted(train.global_batch_size, 'sequence')} of {seq_len:,} tokens "
+        f"({values['tokens_per_step']:,} tokens) = {plan.ranks_text} × {micro} × {rows}",
     ]
     if fewer:
         lines.append(f"if nodes are lost: {'; '.join(fewer)}")
