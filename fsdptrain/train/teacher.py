@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from fsdptrain.config.paths import cache_root
@@ -23,7 +24,7 @@ from fsdptrain.data.cache import MORE_SPACE, cache_dir
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.data.hub import read_json
 from fsdptrain.data.teacher import KIND, TeacherOutputs
-from fsdptrain.errors import CheckpointError, FsdptrainError, Stopped
+from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, Stopped
 from fsdptrain.failures.translate import as_fsdptrain_error
 from fsdptrain.model.distillation import top_log_probs
 from fsdptrain.model.weights import allocate, read_weights
@@ -114,12 +115,15 @@ def _compute(session: Session, teacher: PreparedModel, world: World, missing: li
                 raise Stopped("stopped while asking the teacher; what was finished is kept")
             session.reporter.progress(stage, done, total)
             found += of_batch
-        # Every node has a cache. Of ranks that share rows, the tokens follow one another in the order of the ranks.
-        joined = sorted(itertools.chain(*world.gather_objects(found)), key=lambda each: each[:2])
-        failure = None
-        if world.local_rank == 0:
+        failure, ranks = None, _on_first_ranks(found, world, teacher.plan.topology.nproc_per_node)
+        if ranks:
+            # Of ranks that share rows, the tokens follow one another in the order of the ranks.
+            joined = sorted(itertools.chain(*ranks), key=lambda each: each[:2])
+            ids, log_probs = (torch.cat([each[n] for each in joined]) for n in (2, 3))
             try:
-                outputs.keep(number, *(torch.cat([each[n] for each in joined]).numpy() for n in (2, 3)))
+                if not log_probs.isfinite().all():
+                    raise NonFiniteError(f"teacher.id: {teacher.plan.recipe.model.id} gives probabilities that are nan")
+                outputs.keep(number, ids.numpy(), log_probs.numpy())
             except Exception as error:  # the other ranks wait
                 failure = as_fsdptrain_error(error)
         _raise_on_every_rank(world, failure)
@@ -130,6 +134,16 @@ def _compute(session: Session, teacher: PreparedModel, world: World, missing: li
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # the student's peak is what events report
+
+
+def _on_first_ranks(value: Any, world: World, workers: int) -> list[Any]:
+    """Return the values of all ranks on the first rank of each node, which has the cache, else []; collective."""
+    found: list[Any] = []
+    for first in range(0, world.size, workers):
+        ranks = [None] * world.size if world.rank == first else None
+        dist.gather_object(value, ranks, dst=first, group=world.side)
+        found = ranks or found
+    return found
 
 
 def _load(session: Session, teacher: PreparedModel, world: World) -> Engine:

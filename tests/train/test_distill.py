@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -26,7 +27,9 @@ from reference import (
     plain_loss,
     stream_of,
 )
+from safetensors.torch import load_file, save_file
 from support import TINY, events, fsdptrain, on_ranks, planned, quiet, strategies, write_pretrained
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.data import teacher as outputs_module
@@ -132,6 +135,7 @@ def test_what_is_cached_is_computed_once_and_again_when_it_is_gone(recipe: Path,
     assert found["another teacher"][1] == total
     (loss, norm, kl, _), *_ = found["another teacher"][0]
     assert abs(loss) < 1e-6 and abs(kl) < 1e-6 and norm < 1e-5, "the student is its own teacher"
+    assert found["held"] == 0, "the teacher is in memory beside the student"
     held_out = found["held out"]
     assert held_out["loss"] == pytest.approx(0.5 * held_out["kl"] + 0.5 * held_out["cross_entropy"], rel=1e-6)
     assert held_out["cross_entropy"] == pytest.approx(found["plain"], rel=1e-6)
@@ -145,13 +149,21 @@ def test_a_teacher_that_cannot_be_learned_from_is_refused(recipe: Path, tmp_path
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     bare = shutil.copytree(recipe.parent / "teacher", tmp_path / "bare")
     (bare / "model.safetensors").unlink()
+    broken = shutil.copytree(recipe.parent / "teacher", tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     variants = {
+        "broken": [f"teacher.id={broken}", f"output_dir={tmp_path / 'run'}"],
         "tokenizer": [f"teacher.id={other}"], "weights": [f"teacher.id={bare}"],
         "pipeline": ["parallel.pipeline=2", "launch.nproc_per_node=2"],
         "window": ["data.window=1", "data.eval=null"], "missing": ["teacher.id=null", "teacher.top_k=8"],
         "nothing": [f"teacher.id={tmp_path}/none"], "unused": ["train.objective=next_token"],
     }  # fmt: skip
     (found,) = on_ranks(1, "refusals", tmp_path / "rank", recipe=str(recipe), variants=variants)
+    code, text = found.pop("broken")
+    assert code == 7 and text.startswith("teacher.id: ") and text.endswith("gives probabilities that are nan")
+    del variants["broken"]
     texts = {name: text for name, (code, text) in found.items() if code == 2}
     assert texts.keys() == variants.keys(), found
     assert re.search(
@@ -215,6 +227,8 @@ def history(recipe: str, home: str) -> dict[str, Any]:
             found["interrupted"] = made()
         run, found["continued"] = made()
         found["parts"] = sum(len(each.parts[0].teacher.parts) for each in (run.stream.corpus, run.inputs.eval_corpus))
+        tables = [each for each in gc.get_objects() if isinstance(each, nn.Embedding) and each.embedding_dim == 96]
+        found["held"] = sum(not table.weight.is_meta for table in tables)
         found["held out"] = evaluated(run)
         corpus = run.inputs.eval_corpus.parts[0]
         found["plain"] = plain_loss(str(Path(recipe).parent / "model"), documents_of(corpus, range(len(corpus))))
