@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from support import ROOT, environment, fsdptrain
 
@@ -224,3 +225,15 @@ def test_a_picture_shows_what_is_shown_today(name: str, tmp_path: Path) -> None:
         assert phrases(made) == phrases(DOCS / name)
     else:
         assert made.read_bytes() == (DOCS / name).read_bytes()
+
+
+def test_the_workflow_is_valid_and_its_steps_are_targets_of_the_makefile() -> None:
+    """What they do is what contributors run: `make check`, `make test` and the others."""
+    file, linter = ROOT / ".github" / "workflows" / "ci.yml", Path(sys.executable).with_name("check-jsonschema")
+    done = subprocess.run([linter, "--builtin-schema", "vendor.github-workflows", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    jobs = yaml.safe_load(file.read_text())["jobs"]
+    steps = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert len(steps) > 4 and {command for command, *_ in steps} == {"make"}
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {word for _, *words in steps for word in words if "=" not in word} <= {*targets.split()}
