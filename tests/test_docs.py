@@ -233,7 +233,12 @@ def test_the_workflow_is_valid_and_its_steps_are_targets_of_the_makefile() -> No
     done = subprocess.run([linter, "--builtin-schema", "vendor.github-workflows", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     jobs = yaml.safe_load(file.read_text())["jobs"]
-    steps = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    steps = [
+        re.sub(r"\S+\$\{\{.*?\}\}", "", step["run"]).split()
+        for job in jobs.values()
+        for step in job["steps"]
+        if "run" in step
+    ]
     assert len(steps) > 4 and {command for command, *_ in steps} == {"make"}
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {word for _, *words in steps for word in words if "=" not in word} <= {*targets.split()}
