@@ -3,8 +3,8 @@
     fsdptrain run shakespeare-teacher
     python benchmarks/distillation.py [SEED …]
 
-Trains the student of `shakespeare-distill` twice for each seed, in the same order of the same rows, and writes the
-figure and the tables of docs/distillation.md. On two cores that takes a quarter of an hour.
+Trains the student of `shakespeare-distill` three times for each seed, in the same order of the same rows, and writes
+the figure and the tables of docs/distillation.md. On two idle cores that takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ from fsdptrain.model.distillation import bucket_log_probs, top_log_probs
 RUNS, DOCUMENT, FIGURE = Path("runs"), ROOT / "docs" / "distillation.md", ROOT / "docs" / "distillation.svg"
 TEACHER, TEXT = RUNS / "shakespeare-teacher", ROOT / "recipes" / "data" / "tinyshakespeare.txt"
 STEPS, EVERY, SEEDS = 200, 25, (42, 43, 44)
-KINDS = {"text": "shakespeare", "teacher": "shakespeare-distill"}  # → the recipe
+KINDS = {  # what a student learns from → the recipe, the words behind it
+    "the text alone": ("shakespeare", []),
+    "a teacher, k = 64": ("shakespeare-distill", [f"teacher.id={TEACHER}/export", "teacher.top_k=64"]),
+    "a teacher, k = 512": ("shakespeare-distill", [f"teacher.id={TEACHER}/export"]),
+}
 CHOICES, LENGTH = (8, 32, 64, 128, 512), 256
+
+
+def run_of(kind: str, seed: int) -> Path:
+    return RUNS / f"distillation-{kind.split()[-1]}-{seed}"
 
 
 def curve(kind: str, seed: int) -> list[tuple[int, float]]:
     """Train a student, unless that is done; return (step, cross-entropy of the held-out text) of each evaluation."""
-    run = RUNS / f"distillation-{kind}-{seed}"
-    words = [f"seed={seed}", f"train.steps={STEPS}", f"eval.every={EVERY}", f"output_dir={run}"]
-    words += [f"teacher.id={TEACHER}/export"] if kind == "teacher" else []
+    run, (recipe, own) = run_of(kind, seed), KINDS[kind]
+    words = [f"seed={seed}", f"train.steps={STEPS}", f"eval.every={EVERY}", f"output_dir={run}", "log.trackers=[]"]
     if not (run / "export").is_dir():
-        subprocess.run([sys.executable, "-m", "fsdptrain", "run", KINDS[kind], *words, "log.trackers=[]"], check=True)
+        subprocess.run([sys.executable, "-m", "fsdptrain", "run", recipe, *words, *own], check=True)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(e["step"], e.get("cross_entropy", e["loss"])) for e in events if e["event"] == "eval"]
 
@@ -49,9 +56,9 @@ def held_out_loss(run: Path) -> float:
 def draw(curves: dict[str, list[list[tuple[int, float]]]], teacher: float) -> None:
     """Draw the curves of all seeds."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for colour, (kind, of_seeds) in zip(("tab:gray", "tab:blue"), curves.items(), strict=True):
+    for colour, (kind, of_seeds) in zip(("tab:gray", "tab:cyan", "tab:blue"), curves.items(), strict=True):
         for number, points in enumerate(of_seeds):
-            label = None if number else {"text": "from the text alone", "teacher": "from a teacher"}[kind]
+            label = None if number else f"from {kind}"
             axes.plot(*zip(*points[1:], strict=True), color=colour, marker="o", markersize=3, label=label)
     axes.axhline(teacher, color="tab:green", linestyle="--", linewidth=1, label="the teacher itself")
     axes.set(xlabel="step", ylabel="held-out cross-entropy, nats per token")
@@ -106,7 +113,7 @@ def main() -> None:
     curves = {kind: [curve(kind, seed) for seed in seeds] for kind in KINDS}
     teacher = held_out_loss(TEACHER)
     draw(curves, teacher)
-    steps = [step for step, _ in curves["text"][0]][1:]
+    steps = [step for step, _ in next(iter(curves.values()))[0]][1:]
     losses = {
         kind: [[dict(points)[step] for points in of_seeds] for step in steps] for kind, of_seeds in curves.items()
     }
@@ -114,8 +121,8 @@ def main() -> None:
         [f"{step}", *(f"{statistics.fmean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in pair)]
         for step, *pair in zip(steps, *losses.values(), strict=True)
     ]
-    write("curves", table("step | from the text alone | from a teacher", rows))
-    student = RUNS / f"distillation-text-{seeds[0]}" / "export"
+    write("curves", table(" | ".join(["step", *(f"from {kind}" for kind in KINDS)]), rows))
+    student = run_of("the text alone", seeds[0]) / "export"
     header = "k | mass of the others | KL | its gradient is off by | bytes a token | for 10⁹ tokens"
     write("truncation", table(header, truncation(logits_of(TEACHER / "export"), logits_of(student))))
     print(f"the teacher itself: {teacher:.3f}")
