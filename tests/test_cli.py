@@ -269,7 +269,8 @@ def test_refusals_are_wrapped_at_words_and_indented(tmp_path: Path, columns: int
 
 def test_the_readme_names_every_command() -> None:
     readme, names = (ROOT / "README.md").read_text(), {name.split()[0] for name in COMMANDS}
-    assert len(names) >= 7 and all(f"| `fsdptrain {name}" in readme for name in names)
+    listed = {*re.findall(r"`(?:fsdptrain )?(\w+)", readme.partition("## Commands")[2])}
+    assert len(names) >= 7 and names <= listed
 
 
 @pytest.mark.parametrize("after_s", [0.03, 0.06, 0.09, 0.12, 0.15])

@@ -24,7 +24,8 @@ def test_every_shipped_recipe_is_planned(path: Path) -> None:
     on_cpu = "--hardware" not in path.read_text()
     gpus = ",".join(map(str, range(4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8)))
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
-    overrides += ["model.id=org/name"] if "id: runs/" in path.read_text() else []  # of a run that was not made here
+    for key, words in {"model": "\n  id: runs/", "teacher": "teacher: {id: runs/"}.items():  # runs not made here
+        overrides += [f"{key}.id=org/name"] if words in path.read_text() else []
     overrides += ["launch.rdzv_endpoint=node0:29500"] if "nnodes" in path.read_text() else []
     plan = plan_here(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}))
     recipe = plan.recipe

@@ -21,7 +21,7 @@ lr     0.0003, constant; 400 steps"""
 
 
 # Lines that are pasted whole, so no line break is added: commands and a program.
-PASTED = r'(\w+ +|folder = ")\S+$|(curves|serve|share|longer|more) |from |model|ids|print'
+PASTED = r'(\w+ +|folder = ")\S+$|(curves|report|chat|eval|serve|share|longer|more) |from |model|ids|print'
 
 
 def live_frames(terminal: Terminal) -> list[str]:

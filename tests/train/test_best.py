@@ -128,7 +128,7 @@ def with_losses(recipe: str, attempts: list[tuple[list[str], list[float], int]])
             time.sleep(0.2 * dist.get_rank())  # the saves of ranks are at different places when a loss is no number
             return write(*arguments)
 
-        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, {})  # type: ignore[method-assign]
+        run.save, run.engine.evaluate = failing, lambda *_, left=left: (next(left), 1, np.zeros((2, 0)))  # type: ignore[method-assign]
         run.checkpointer._write = slowly  # type: ignore[method-assign]
         exported = None
         with contextlib.suppress(InterruptedError):

@@ -38,7 +38,9 @@ from fsdptrain.errors import FsdptrainError
 from fsdptrain.train import teacher as stage_module
 
 STEPS, BATCH, LR = 4, 8, 1e-3
-LIMITS = np.array([1e-6, 1e-5, 1e-6, 1e-6])  # in float32, relative to the larger of the value and 1
+# In float32, relative to the larger of the value and 1. Rounding may decide which of two tokens that a teacher finds
+# equally likely is the last to be kept: then gradients differ by their truncation.
+LIMITS = np.array([1e-6, 1e-4, 1e-6, 1e-6])
 
 
 @pytest.fixture(scope="module")
