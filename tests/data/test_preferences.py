@@ -155,7 +155,7 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
         ),
         (
             ["data.format=text"],
-            "data.format: text cannot be trained .*dpo: use train.objective: next_token or distill, or data.format: preference",
+            "data.format: text cannot be trained .*dpo: use .*: next_token or distill, or data.format: preference",
         ),
         (["data.packing=concat"], "data.packing: concat divides pairs"),
         (["data.train_on=all"], "data.train_on: all judges prompts"),

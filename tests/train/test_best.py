@@ -9,6 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import build

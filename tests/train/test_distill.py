@@ -119,6 +119,7 @@ def test_every_layout_agrees_with_the_plain_loop(recipe: Path, batches: list[Doc
     assert_agree(4, layouts, recipe, batches, tmp_path)
 
 
+@pytest.mark.soak
 def test_the_plain_loss_agrees_with_the_plain_loop(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
     layouts = {"plain": (600, ["train.loss=plain", "train.micro_batch_size=2"])}  # more than there are tokens
     assert_agree(1, layouts, recipe, batches, tmp_path)

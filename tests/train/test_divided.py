@@ -149,7 +149,10 @@ RESUMES = {  # layout → another, in which its checkpoint is continued
 }
 
 
-@pytest.mark.parametrize("layout", RESUMES)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.soak if each in ("experts", "no division") else []) for each in RESUMES],
+)
 def test_a_run_resumes_bitwise_and_in_another_layout(layout: str, recipe: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"recipe": str(recipe), "steps": STEPS}
     (own, others), folder = RESUMES[layout], f"output_dir={tmp_path / 'run'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,8 +114,16 @@ def assert_agrees(found: list[list[float]], expected: list[list[float]], name: s
     assert (worst <= [1e-6, 1e-6, *[2e-6] * (len(expected[0]) - 2)]).all(), name
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+QUICK = ("ipo", 1), ("simpo", 1), ("orpo", 2), ("kto", 2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "world"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.soak)
+        for each in itertools.product(OBJECTIVES, LAYOUTS)
+    ],
+)
 def test_curves_agree_with_the_plain_loop(objective: str, world: int, recipe: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     words = words_of(recipe, objective)
