@@ -22,6 +22,7 @@ from fsdptrain.plan.hardware import CPU, ESTIMATED, Hardware, card
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import Child
 from fsdptrain.report.history import comparison_line
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.run_folder.files import write_atomically
 from fsdptrain.run_folder.records import Record, without_undone
 from fsdptrain.terminal.screen import Screen
@@ -80,15 +81,19 @@ class Forecaster:
     def __init__(self) -> None:
         self._child = Child(SERVER, keep_errors=True)
 
-    def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
-        """Forecast a plan on its hardware.
+    def forecast(self, plan: Plan, hardware: Hardware, on_progress: Progress | None = None, **job: Any) -> Forecast:
+        """Forecast a plan on its hardware; `on_progress` gets how far each simulated step is.
 
         `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json) and `plot`
         (a file for the timeline of the step). Raises RecipeError if the model rejects the recipe, and FsdptrainError if
         the simulation fails.
         """
         described = {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
-        answer = self._child.ask({**job, **described, "pretend": not hardware.is_cpu})
+        job |= {"pretend": not hardware.is_cpu, "progress": on_progress is not None}
+        answer = self._child.ask({**job, **described})
+        while on_progress and answer and "progress" in answer:
+            on_progress(*answer["progress"])
+            answer = next(self._child.records(), None)
         if answer is None:
             cause = self._child.last_error() or "no message"
             self._child.close()

@@ -100,8 +100,12 @@ class Recorder(TorchDispatchMode):
 
     hidden = 0  # nothing is recorded while this is above 0
 
-    def __init__(self, device: str, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, device: str, vocab_size: int | None = None, on_moment: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_moment` is called whenever a moment of the step begins."""
         super().__init__()
+        self.on_moment = on_moment
         self.device = device
         self.trace = Trace()
         self.vocab_size = vocab_size
@@ -148,6 +152,7 @@ class Recorder(TorchDispatchMode):
     def begin(self, moment: str) -> None:
         """Name the moment of the step that begins now."""
         self.moment = moment
+        self.on_moment()
         self.backwards += moment in BACKWARD.values()
         self.write(Moment(moment))
 

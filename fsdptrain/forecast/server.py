@@ -26,6 +26,7 @@ from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kept import kept_or_made
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
 from fsdptrain.forecast.pipeline import simulated_places, time_stages
+from fsdptrain.forecast.simulation import progress
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
 from fsdptrain.model.adapters import freeze, quantised_ids
@@ -231,6 +232,7 @@ def main() -> None:
     for job in records_of_parent():
         plan, hardware, folder = Plan.from_json(job["plan"]), Hardware(**job["hardware"]), job.get("config_dir")
         drawing = Path(job["plot"]) if job.get("plot") else None
+        progress[:] = [lambda *stage: send({"progress": stage})] if job.get("progress") else []
         try:
             if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone
                 config = AutoConfig.from_pretrained(folder)

@@ -31,8 +31,11 @@ from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.run_folder.events import Progress
 from fsdptrain.train.optim import make_optimizer, optimizer_class, start_state
 from fsdptrain.train.step import Engine
+
+progress: list[Progress] = []  # of this process: how many moments of the simulated step have begun
 
 
 def simulate(
@@ -68,8 +71,17 @@ def simulate(
         engine, units = make_engine(plan, config, world)
         if recipe.train.float8:
             multiply_in_float8(layers_in_float8(engine.model, recipe).values(), recipe.train.float8)
-        with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
-            trace = record_step(recorder, engine, units, plan)
+        micro_batches = micro_batches_to_simulate(plan, world.rank)
+        layers, moments = config.get_text_config().num_hidden_layers, 2 * len(units) * micro_batches  # about so many
+        counted = itertools.count(1)
+
+        def on_moment() -> None:
+            done = next(counted)
+            for report in progress:
+                report(f"simulating a step of {layers} layers", min(done, moments), moments)
+
+        with Recorder(device.type, config.get_text_config().vocab_size, on_moment) as recorder:
+            trace = record_step(recorder, engine, units, plan, micro_batches)
     if card and pretend:  # from torch's allocator, at the first product of a run, and never freed
         workspaces = Storage(device.type, "temporaries")
         trace.before.append(Alloc(workspaces, card.cublas, COMPUTE_STREAM))
@@ -85,7 +97,7 @@ def make_engine(plan: Plan, config: PreTrainedConfig, world: World) -> tuple[Eng
     return Engine(model, optimizer, world, plan), units
 
 
-def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Plan) -> Trace:
+def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Plan, micro_batches: int) -> Trace:
     """Make one step while the recorder is entered; return the trace, which starts with what is allocated already."""
     trace = recorder.trace
     for param in engine.model.parameters():
@@ -98,7 +110,7 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
         recorder.tag(buffer, "inputs and buffers")
     trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []
     mark_moments(recorder, engine, units)
-    batches = [batch_of_zeros(plan) for _ in range(micro_batches_to_simulate(plan, engine.world.rank))]
+    batches = [batch_of_zeros(plan) for _ in range(micro_batches)]
     engine.step(0, batches, 1, plan.recipe.optim.lr)
     return trace
 

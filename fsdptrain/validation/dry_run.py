@@ -225,7 +225,7 @@ def check_step(
         findings.add_problem(RecipeError(fault))
         return
     findings.send_busy("simulating a step")
-    forecast = forecasters[0].forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
+    forecast = forecasters[0].forecast(plan, hardware, findings.send_progress, vocab_size=vocab_size, plot=request.plot)
     # The forecast comes first, because the verdict reads it; other plans last, because their search takes minutes.
     cost: dict[str, Any] = {}
     if steps is not None:
