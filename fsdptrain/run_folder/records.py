@@ -376,6 +376,7 @@ class RunState:
         self._kept: dict[str, list[Record]] = {kind: [] for kind, event in EVENTS.items() if event.undone}
         self._trained: list[Record] = []  # of each attempt that made a step: the first, with its `start` event
         self._start: Record | None = None
+        self._newest_step = -1  # of the events that a resume can undo
         self._not_compared = 0  # up to this step evaluations were of other held-out data, or of the first weights
         self.newest: dict[str, Record] = {}  # of each kind in EVENTS
         self.steps_made = 0
@@ -400,12 +401,14 @@ class RunState:
         last = None
         if kind == "resume":
             last = last_kept(record["step"])
-        elif kind == "step" and self._kept["step"] and record["step"] <= self._kept["step"][-1]["step"]:
+        elif kind == "step" and record["step"] <= self._newest_step:
             last = record["step"] - 1
         if last is not None:
             self._undo(last)
         if kind == "resume" and any(key.startswith("data.eval") for key in record.get("changed", {})):
             self._not_compared = record["step"]
+        if kind in self._kept and kind != "window":  # which is entered before its step
+            self._newest_step = max(self._newest_step, record["step"])
         if kind == "start":
             self._start = record
             self.attempts += 1
@@ -441,6 +444,7 @@ class RunState:
                 records.pop()
         while self._losses and self._losses[-1][0] > last:
             self._losses.pop()
+        self._newest_step = min(self._newest_step, last)
         self._not_compared = max(0, min(self._not_compared, last))
         for kind, records in self._kept.items():
             self.newest.pop(kind, None)

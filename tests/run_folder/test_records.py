@@ -120,6 +120,13 @@ def test_the_state_of_a_run_is_what_its_attempts_have_left(
     assert state.losses() == {step: by for kind, step, by in replay.made if kind == "eval" and step}
 
 
+def test_a_window_is_kept_when_its_first_step_follows() -> None:
+    records = [record("window", step=2), record("step", step=2), record("window", step=5), record("step", step=5)]
+    assert [one["step"] for one in without_undone(records)] == [2, 2, 5, 5]
+    undone = [*records, record("resume", step=4), record("window", step=5), record("step", step=5)]
+    assert [one["step"] for one in without_undone(undone) if one["event"] == "window"] == [2, 5]
+
+
 def test_numbers_that_json_lacks_are_read_as_they_were_written(tmp_path: Path) -> None:
     with contextlib.closing(Reporter(RunDir(tmp_path))) as reporter:
         reporter.event("step", **sample("step", loss=nan, grad_norm=inf, lr=-0.0))
