@@ -52,9 +52,10 @@ def part_that_costs(plan: Plan) -> Plan:
     data = dataclasses.replace(
         default.data, format=recipe.data.format, packing=recipe.data.packing, seq_len=recipe.data.seq_len
     )
-    recipe = dataclasses.replace(
-        default, model=recipe.model, teacher=recipe.teacher, adapter=recipe.adapter, data=data, fsdp=recipe.fsdp,
-        parallel=recipe.parallel, optim=dataclasses.replace(recipe.optim, lr=default.optim.lr),
+    recipe = dataclasses.replace(  # what is not named here counts, new sections included
+        recipe, name=default.name, seed=default.seed, output_dir=default.output_dir, data=data,
+        schedule=default.schedule, eval=default.eval, checkpoint=default.checkpoint, log=default.log,
+        launch=default.launch, optim=dataclasses.replace(recipe.optim, lr=default.optim.lr),
         train=dataclasses.replace(recipe.train, epochs=default.train.epochs, steps=default.train.steps),
     )  # fmt: skip
     return dataclasses.replace(plan, recipe=recipe, run_dir="", data_paths=[], eval_path=None)

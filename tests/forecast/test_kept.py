@@ -48,6 +48,8 @@ def test_a_forecast_is_used_again_for_the_same_plan_only(tmp_path: Path, monkeyp
         {"data.seq_len": 512}, {"train.micro_batch_size": 1}, {"fsdp.strategy": Strategy.SHARD_GRAD_OP},
         {"optim.name": OptimizerKind.lion}, {"model.dtype": "bfloat16"}, {"adapter.kind": "lora"},
         {"data.packing": "none"},
+        {"export.adapter": "merged"},
+        {"teacher.top_k": 8},
     ]  # fmt: skip
     assert [made_of(varied(plan, change))[1] for change in changes] == [1] * len(changes)
     assert made_of(plan, dataclasses.replace(H100, memory=1))[1] == 1
