@@ -397,14 +397,19 @@ def validate(
             print(file=sys.stderr)
         _print_problems(outcome.problems)
         if request.plan.topology.device == "cpu" and hardware is None and not outcome.report.get("fits", True):
-            from fsdptrain.plan.hardware import cards_named_in
-
-            cards = cards_named_in(f"{written.text}\n{written.recipe.name}")
-            line = _next_command(*sys.argv[1:], "--hardware", cards)
-            print(wrapped_for(f"this machine has no GPU: to plan for GPUs,\n{line}", sys.stderr), file=sys.stderr)
+            _print_plan_for_gpus(written)
     if here:
         _exit_at_once(outcome.exit_code)
     sys.exit(outcome.exit_code)
+
+
+def _print_plan_for_gpus(written: LoadedRecipe) -> None:
+    """Print the command that plans for the GPUs which the recipe names: it was most probably written for them."""
+    from fsdptrain.plan.hardware import cards_named_in
+
+    cards = cards_named_in(f"{written.text}\n{written.recipe.name}")
+    text = f"this machine has no GPU: to plan for GPUs,\n{_next_command(*sys.argv[1:], '--hardware', cards)}"
+    print(wrapped_for(text, sys.stderr, extra_indent=2), file=sys.stderr)
 
 
 def _check_here(request: Request) -> Outcome:
