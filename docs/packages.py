@@ -1,6 +1,6 @@
-"""Draw which packages of fsdptrain import which, as a Mermaid graph made from the imports.
+"""Print which packages of fsdptrain import which, as a table made from the imports.
 
-python docs/packages.py          # prints the graph; docs/architecture.md has a copy, and a test compares the two
+python docs/packages.py          # docs/architecture.md has a copy of the table, and a test compares the two
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def package_of(parts: tuple[str, ...]) -> str:
     return parts[0] if (PACKAGE / parts[0]).is_dir() and parts[0] else "top"
 
 
-def graph() -> str:
-    """Return the graph without the top level, which every package imports."""
+def table() -> str:
+    """Return a row for each package, without the top level, which every package imports."""
     edges = sorted(pair for pair in imports() if "top" not in pair)
     rows = [
-        f"  {home} --> {' & '.join(other for _, other in group)}"
+        f"| `{home}` | {' '.join(f'`{other}`' for _, other in group)} |"
         for home, group in itertools.groupby(edges, key=operator.itemgetter(0))
     ]
-    return "\n".join(["```mermaid", "graph TD", *rows, "```"])
+    return "\n".join(["| package | imports |", "| --- | --- |", *rows])
 
 
 if __name__ == "__main__":
-    print(graph())
+    print(table())

@@ -36,10 +36,10 @@ def recipe() -> str:
 def _keys(section: dict[str, Any], prefix: str) -> Iterator[str]:
     leaves = {key: value for key, value in section["properties"].items() if "properties" not in value}
     if leaves:
-        yield "| key | type | default | |\n| --- | --- | --- | --- |"
+        yield "| key, type, default | |\n| --- | --- |"
     for key, value in leaves.items():
         default = json.dumps(value.get("default"), ensure_ascii=False)
-        cells = f"`{prefix}{key}`", KEYS[prefix + key].type_words, f"`{default}`", value["description"]
+        cells = f"`{prefix}{key}`<br>{KEYS[prefix + key].type_words}<br>`{default}`", value["description"]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     for key, value in section["properties"].items():
         if "properties" in value:
