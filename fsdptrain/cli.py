@@ -267,6 +267,7 @@ def run(
         from fsdptrain.report.trackers import tracked
         from fsdptrain.run_folder.events import cut_partial_lines
         from fsdptrain.run_folder.records import Tail
+        from fsdptrain.terminal.page import Page
         from fsdptrain.terminal.screen import Screen
 
         started, launched = time.monotonic(), find_launcher(os.environ)
@@ -305,7 +306,7 @@ def run(
         screen.summary(time.monotonic() - started)
         if plan.recipe.log.forecast and topology.device != "cpu" and is_first(launched):
             compare_with_measured(plan, records.read(), screen)
-        screen.paste(next_steps(plan, sys.argv[1:]))
+        next_steps(plan, sys.argv[1:], Page(screen.console))
 
 
 def _claim(
@@ -897,8 +898,8 @@ def _shipped_recipes() -> dict[str, Path]:
 
 def _shipped_files() -> dict[str, Path]:
     """Return name → path of the shipped recipes, and of the files for clusters, as `clusters/trainjob.yaml`."""
-    files = {f"{CLUSTERS}/{path.name}": path for path in sorted(shipped("recipes", CLUSTERS).iterdir())}
-    return _shipped_recipes() | files
+    inside = sorted(shipped("recipes", CLUSTERS).iterdir())  # pip adds a folder with the bytecode of a program
+    return _shipped_recipes() | {f"{CLUSTERS}/{path.name}": path for path in inside if path.is_file()}
 
 
 def _find_shipped(name: str, files: dict[str, Path]) -> Path:
@@ -912,6 +913,7 @@ def _find_shipped(name: str, files: dict[str, Path]) -> Path:
 
 def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     from fsdptrain.report.run_banner import next_steps
+    from fsdptrain.terminal.page import Page
     from fsdptrain.terminal.screen import Screen
 
     rundir = plan.rundir
@@ -919,7 +921,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
         for fault in earlier.faults:
             screen.say(f"note: {fault}")
         screen.say(f"the run in {rundir.root} is finished ({earlier.step} steps): nothing was trained")
-    screen.paste(next_steps(plan, sys.argv[1:]))
+    next_steps(plan, sys.argv[1:], Page(screen.console))
 
 
 def _expanded_path(written: Path) -> Path:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+
+from rich.text import Text
 
 from fsdptrain.checkpoint.resume import EarlierAttempts
 from fsdptrain.config.adapter import ADAPTER_CONFIG, base_note
@@ -21,6 +22,7 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.report.trackers import TrackerState
 from fsdptrain.run_folder.records import RunState, Tail
 from fsdptrain.run_folder.rundir import RunDir
+from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted
 
 
@@ -129,47 +131,50 @@ VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger 
 QUESTION = "What is 7 times 6?"
 
 
-def next_steps(plan: Plan, words: Sequence[str]) -> str:
-    """Return lines to paste after a finished run, without line breaks inside a command.
+def next_steps(plan: Plan, words: Sequence[str], page: Page) -> None:
+    """Print what can be pasted after a finished run: commands, and a program that generates from what was exported.
 
     `words` is the command line of the run behind `fsdptrain`. What needs the exported folder is left out without it.
     """
     rundir, export = plan.rundir, plan.rundir.export
-    lines = [*_commands(plan, words)]
+    page.say("")
+    for label, command in _commands(plan, words):
+        page.command(command, label=f"{label:<8}")
+    if rundir.profiles.is_dir():
+        files = "traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz"
+        page.say(f"profile {short_path(rundir.profiles)} ({files})")
     if export.is_dir():
-        lines += ["try it in Python:", *_snippet(plan, export)]
-    else:
-        lines += [_line("export", ["fsdptrain", "export", short_path(rundir.root)])]
-    return "\n".join(lines)
+        page.say("try it in Python:")
+        page.draw(Text("\n".join(_snippet(plan, export))))
 
 
-def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
+def _commands(plan: Plan, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what each command is for, and its words."""
     rundir, recipe, folder = plan.rundir, plan.recipe, short_path(plan.rundir.export)
     for name in recipe.log.chosen_trackers:
         if shown_by := TrackerState.read(rundir, name).shown_by:
             *command, last = shown_by
-            yield _line("curves", [*command, short_path(Path(last)) if last.startswith("/") else last])
-    if rundir.profiles.is_dir():
-        files = "traces for ui.perfetto.dev, snapshots for pytorch.org/memory_viz"
-        yield f"profile {short_path(rundir.profiles)} ({files})"
-    yield _line("report", ["fsdptrain", "report", short_path(rundir.root)])
+            yield "curves", [*command, short_path(Path(last)) if last.startswith("/") else last]
+    yield "report", ["fsdptrain", "report", short_path(rundir.root)]
     if rundir.export.is_dir():
-        yield _line("chat", ["fsdptrain", "chat", short_path(rundir.root)])
-        yield _line("eval", ["fsdptrain", "eval", short_path(rundir.root), "--data", "FILE"])
+        yield "chat", ["fsdptrain", "chat", short_path(rundir.root)]
+        yield "eval", ["fsdptrain", "eval", short_path(rundir.root), "--data", "FILE"]
         if serving := _serve(plan, folder):
-            yield _line("serve", serving)
-        yield _line("share", ["hf", "upload", "ORG/NAME", folder])
+            yield "serve", serving
+        yield "share", ["hf", "upload", "ORG/NAME", folder]
     key, value = _longer(plan)
 
     def without(replaced: Collection[str]) -> list[str]:
         kept = [word for word in words if word != "--fresh" and word.partition("=")[0] not in replaced]
         return ["fsdptrain", *kept]
 
-    yield _line("longer", [*without(LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"])
+    yield "longer", [*without(LENGTH_KEYS if key in LENGTH_KEYS else [key]), f"{key}={value:g}"]
     if plan.pretrained and rundir.export.is_dir():
         start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
         again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{short_path(rundir.root)}-2"}
-        yield _line("more", [*without(again), *(f"{key}={value}" for key, value in again.items())])
+        yield "more", [*without(again), *(f"{key}={value}" for key, value in again.items())]
+    if not rundir.export.is_dir():
+        yield "export", ["fsdptrain", "export", short_path(rundir.root)]
 
 
 def _longer(plan: Plan) -> tuple[str, float]:
@@ -193,33 +198,40 @@ def _serve(plan: Plan, folder: str) -> list[str]:
 
 
 def _snippet(plan: Plan, export: Path) -> list[str]:
-    """Return a program that generates from the exported folder; its prompt has the format of the training rows."""
+    """Return a program that generates from the exported folder; its prompt has the format of the training rows.
+
+    Its lines are short: a terminal that breaks one would break a word.
+    """
     if _is_adapter(export):  # peft loads the model that the adapter belongs to, too
-        imports = ["from peft import AutoPeftModelForCausalLM as Model", "from transformers import AutoTokenizer"]
+        imports = ["from peft import AutoPeftModelForCausalLM as Model"]
     else:
-        imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
+        imports = ["from transformers import AutoModelForCausalLM as Model"]
     trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
     data = prompt_source(plan.recipe.data).data
     if data.format.is_chat:
-        prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
-        settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        settings += "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
-        encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
+        settings = {"add_generation_prompt": True, **data.chat_template_kwargs, "return_dict": True}
+        encode = [
+            "inputs = tokenizer.apply_chat_template(",
+            f'    [{{"role": "user", "content": "{QUESTION}"}}],',
+            *(f"    {name}={value!r}," for name, value in settings.items()),
+            '    return_tensors="pt",',
+            ")",
+        ]
     else:
         text = QUESTION + data.separator if data.format.has_prompt or data.format.answers else "Once upon a time"
-        encode = f'tokenizer({json.dumps(text, ensure_ascii=False)}, return_tensors="pt").input_ids'
+        encode = [f"text = {json.dumps(text, ensure_ascii=False)}", 'inputs = tokenizer(text, return_tensors="pt")']
     return [
         *imports,
+        "from transformers import AutoTokenizer",
         f"folder = {json.dumps(str(export), ensure_ascii=False)}",
-        f"model, tokenizer = Model.from_pretrained(folder{trust}), AutoTokenizer.from_pretrained(folder{trust})",
-        f"ids = {encode}",
-        "print(tokenizer.decode(model.generate(input_ids=ids, max_new_tokens=64)[0]))",
+        f"model = Model.from_pretrained(folder{trust})",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
+        *encode,
+        'ids = inputs["input_ids"]',
+        "output = model.generate(input_ids=ids, max_new_tokens=64)",
+        "print(tokenizer.decode(output[0]))",
     ]
 
 
 def _is_adapter(export: Path) -> bool:
     return (export / ADAPTER_CONFIG).is_file()
-
-
-def _line(label: str, words: Sequence[str]) -> str:
-    return f"{label:<8}{shlex.join(words)}"

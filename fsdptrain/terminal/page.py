@@ -96,10 +96,11 @@ class Page:
             ]
             self.draw(Text(GAP.join(padded).rstrip()), indent, "bold" if row is header else "")
 
-    def command(self, words: Sequence[str], indent: int = 0) -> None:
-        """Print a command line that can be pasted into a shell: broken lines end in a backslash."""
+    def command(self, words: Sequence[str], indent: int = 0, label: str = "") -> None:
+        """Print a command line behind a label; it can be pasted into a shell: broken lines end in a backslash."""
         line = " ".join(shlex.quote(word).replace(" ", NO_BREAK_SPACE) for word in words)
-        self.draw(Text(" \\\n".join(self._lines(line, indent))), indent)
+        lines = self._lines(line, indent + len(label))
+        self.draw(Text(label + (" \\\n" + " " * len(label)).join(lines)), indent)
 
     def _lines(self, line: str, indent: int) -> list[str]:
         """Return a line broken into pieces that leave room for `indent` and for a hanging indent or a backslash."""

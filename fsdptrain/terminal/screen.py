@@ -241,10 +241,6 @@ class Screen:
         losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
         self.say("\n" + " · ".join(speed) + "\n" + " · ".join(losses))
 
-    def paste(self, text: str) -> None:
-        """Print lines that can be pasted elsewhere: a terminal breaks long ones, which adds no line breaks."""
-        self.console.print(Text(f"\n{text}"), soft_wrap=True)
-
 
 def _quality(record: Record, *names: str) -> list[str]:
     return [f"{name.replace('_', '-')} {record[name]:{QUALITY[name]}}" for name in names if name in record]

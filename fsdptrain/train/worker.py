@@ -29,6 +29,7 @@ from fsdptrain.report.run_banner import next_steps
 from fsdptrain.report.trackers import tracked
 from fsdptrain.run_folder.events import Reporter
 from fsdptrain.run_folder.files import open_to_append
+from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.setup import Session, join_ranks
 from fsdptrain.train.teacher import with_teacher
@@ -104,7 +105,7 @@ def work(plan: Plan) -> NoReturn:
                     train(plan, stop, screen)
                     trackers.finish("finished")
                     screen.summary(time.monotonic() - started)
-                    screen.paste(next_steps(plan, sys.argv[1:]))
+                    next_steps(plan, sys.argv[1:], Page(screen.console))
             else:
                 train(plan, stop, None)
     except NodeWaits as waits:

@@ -129,8 +129,12 @@ def test_the_command_of_a_container_has_the_memory_that_nccl_needs(commands: Pat
 
 
 def test_the_files_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    bytecode = FOLDER / "__pycache__"  # as pip leaves one beside an installed program
+    bytecode.mkdir(exist_ok=True)
     listed = fsdptrain("recipes", "list").stdout
+    shutil.rmtree(bytecode)
     names = re.findall(r"^clusters/(\S+) +[A-Z]", listed, re.MULTILINE)
+    assert all(path.read_text().splitlines()[0][-1] in ".:" for path in FOLDER.parent.glob("*.yaml")), "a sentence each"
     assert names == sorted(path.name for path in FOLDER.iterdir())
     assert fsdptrain("recipes", "show", "clusters/trainjob.yaml").stdout == (FOLDER / "trainjob.yaml").read_text()
     assert fsdptrain("recipes", "copy", "clusters/Dockerfile", tmp_path).returncode == 0
