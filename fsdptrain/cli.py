@@ -43,7 +43,7 @@ from fsdptrain.processes import (
     threads_for,
     watch_parent,
 )
-from fsdptrain.run_folder.files import shipped, system_reason, write_atomically, write_errors
+from fsdptrain.run_folder.files import is_there, nearest_hint, shipped, system_reason, write_atomically, write_errors
 from fsdptrain.run_folder.records import json_safe
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import LIKE_A_URL
@@ -532,7 +532,10 @@ def export(
 
 
 def _opened_run(run_dir: str) -> RunDir:
-    return RunDir.open(_expanded_path(Path(run_dir)).absolute())
+    path = _expanded_path(Path(run_dir)).absolute()
+    if not is_there(path):
+        raise RecipeError(f"{run_dir}: there is no such folder{nearest_hint(path)}")
+    return RunDir.open(path)
 
 
 def _output_folder(out: Path, rundir: RunDir) -> Path:
@@ -622,7 +625,10 @@ def status(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or a folder of runs")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
+    """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing.
+
+    On a terminal it follows a run until that ends, or until Ctrl-C, which ends `status` alone.
+    """
     from fsdptrain.report.status import Observer, is_run_folder, list_runs, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
@@ -690,7 +696,7 @@ def verify(
     rundir = _opened_run(run_dir)
     with Screen() as screen:
         if not rundir.root.is_dir():
-            raise RecipeError(f"{run_dir} is not a run folder")
+            raise RecipeError(f"{run_dir} is not a folder")
         with screen.busy("verify"):
             found = survey(rundir)
         if not as_json:

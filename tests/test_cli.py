@@ -90,6 +90,21 @@ def test_the_help_lists_every_command_in_one_group() -> None:
     assert fsdptrain("recipes").stdout == fsdptrain("recipes", "list").stdout != ""
 
 
+def test_a_misspelt_path_gets_the_nearest_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text('[{"text": "a b"}]')
+    export = tmp_path / "runs" / "who" / "export"
+    export.mkdir(parents=True)
+    (export / "config.json").write_text("{}")
+    for words, hint in (
+        (["status", "runs/whoo"], f"runs/whoo: there is no such folder; did you mean {tmp_path}/runs/who?"),
+        (["init", "--data", "chat.json", "--model", "runs/who/export"], "; did you mean chats.json?"),
+        (["init", "--data", "chats.json", "--model", "./runs/wo"], "(org/name); did you mean runs/who?"),
+        (["init", "--data", "chats.json", "--model", "runs/who"], "has no config.json; did you mean runs/who/export?"),
+    ):
+        done = fsdptrain(*words, cwd=tmp_path)
+        assert done.returncode in (2, 4) and hint in " ".join(done.stderr.split()), done.stderr
+
+
 def test_a_misspelt_command_gets_its_nearest_name_and_shells_complete() -> None:
     done = fsdptrain("valdate")
     assert done.returncode == 2 and "No such command 'valdate'. Did you mean 'validate'?" in done.stderr

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, StorageError, shortened
-from fsdptrain.run_folder.files import NOTHING_THERE, system_errors
+from fsdptrain.run_folder.files import NOTHING_THERE, nearest_hint, system_errors
 from fsdptrain.run_folder.records import read_text
 from fsdptrain.run_folder.storage import LIKE_A_URL, URL, url_fault
 
@@ -126,13 +126,16 @@ MAX_FOLDERS = 10_000  # searched for one data.path: /** would search the whole d
 
 def model_name_fault(name: str) -> str | None:
     """Return what is wrong with the name of a model or tokenizer: nothing (None) for a folder or a Hub id."""
-    if is_folder(name) or HUB_ID.fullmatch(name):
+    if is_folder(name):
+        export = Path(name) / "export"  # as a run has it
+        if os.path.lexists(export / "config.json") and not os.path.lexists(Path(name) / "config.json"):
+            return f"{shortened(name)!r} has no config.json; did you mean {export}?"
+        return None
+    if HUB_ID.fullmatch(name):
         return None
     what = "is not a folder" if os.path.lexists(name) else "does not exist"
-    return (
-        f"{shortened(name)!r} {what}, and is no Hub id (org/name). If another recipe exports this model, run that "
-        "recipe first"
-    )
+    hint = nearest_hint(Path(name)) or ". If another recipe exports this model, run that recipe first"
+    return f"{shortened(name)!r} {what}, and is no Hub id (org/name){hint}"
 
 
 def is_template_file(value: str | None) -> bool:
@@ -205,7 +208,9 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     if elsewhere:
         return str(Path.cwd() / expanded(path))
     places = " and ".join(dict.fromkeys(map(str, (Path.cwd(), folder))))
-    raise NoData(f"data.path: {shortened(path)!r} was not found (looked in {places})")
+    raise NoData(
+        f"data.path: {shortened(path)!r} was not found (looked in {places}){nearest_hint(Path(expanded(path)))}"
+    )
 
 
 def data_kind(path: str) -> str | None:

@@ -329,12 +329,13 @@ def watch(rundir: RunDir, console: Console) -> None:
 
     Raises RecipeError if it is no run folder, or of another version.
     """
-    bar, text, observer = LiveLine(), Text(), Observer(rundir)
-    with contextlib.suppress(Interrupted), Live(Group(text, bar), console=console, auto_refresh=False) as display:
+    bar, text, hint, observer = LiveLine(), Text(), Text(style="dim"), Observer(rundir)
+    with contextlib.suppress(Interrupted), Live(Group(text, bar, hint), console=console, auto_refresh=False) as display:
         while True:
             status = observer.status()
             ended = status["state"] in ENDED
             text.plain = wrapped("\n".join(status_lines(status)), console.width)
+            hint.plain = "" if ended else "Ctrl-C ends this view; the run goes on"
             bar.clear()
             if status["total_steps"] and not ended:
                 bar.show_step(

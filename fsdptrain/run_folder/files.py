@@ -10,6 +10,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,6 +103,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def open_to_append(path: Path) -> IO[str]:
     """Open a file to which lines are added, which is created if it is missing; a link raises OSError."""
     return open(path, "a", 1, "utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def nearest_hint(path: Path) -> str:
+    """Return `; did you mean NAME?` with the path that is there under the most similar name; nothing without one."""
+    with contextlib.suppress(OSError, ValueError):
+        if near := get_close_matches(path.name, os.listdir(path.parent), n=1):  # noqa: PTH208
+            return f"; did you mean {path.with_name(near[0])}?"
+    return ""
 
 
 def shipped(*parts: str) -> Path:
