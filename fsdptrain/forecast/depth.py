@@ -50,7 +50,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def simulate_by_depth(
-    plan: Plan, config: PreTrainedConfig, bare: Any, pretend: bool, card: Hardware, masked: bool, place: int
+    plan: Plan, config: PreTrainedConfig, bare: Any, card: Hardware, masked: bool, place: int
 ) -> Trace:
     """Return what `simulate` returns, from two shallower models if that is possible; `bare` is the model's skeleton.
 
@@ -70,12 +70,12 @@ def simulate_by_depth(
         def of_depth(depth: int) -> Trace:
             fewer = [*counts[:place], depth, *counts[place + 1 :]]
             change = {"parallel.stage_layers": fewer} if parallel.pipeline > 1 else {}
-            return simulate(varied(plan, change), with_layers(config, sum(fewer)), pretend, card, masked, place)
+            return simulate(varied(plan, change), with_layers(config, sum(fewer)), not card.is_cpu, card, masked, place)
 
         with contextlib.suppress(RecipeError):  # of patterns that only deeper layers match
             if found := extended(of_depth(shallow), of_depth(shallow + period), (layers - shallow) // period):
                 return found
-    return simulate(plan, config, pretend, card, masked, place)
+    return simulate(plan, config, not card.is_cpu, card, masked, place)
 
 
 def period_of_layers(plan: Plan, bare: Any) -> int:
