@@ -28,6 +28,7 @@ from fsdptrain.forecast.search import (
     other_kinds,
     override_words,
     overrides_of,
+    pipelines,
     ranked,
     relief_lines,
     search,
@@ -368,6 +369,7 @@ def divisions(ask: FakeForecaster) -> Counter[tuple[int, int]]:
         (("parallel.context=4", "train.global_batch_size=4"), True, [(2, 2), (4, 1)], [8]),
         (("parallel.tensor=2", "train.global_batch_size=8"), True, [(1, 2)], [8]),
         (("parallel.tensor=2", "train.global_batch_size=24"), True, [], [8]),  # not on 16 ranks each
+        (("parallel.context=8",), False, [2], [8]),  # a row has no more ranks than there are
         (("optim.name=adafactor",), False, [], []), (FLOAT8, False, [], []),
         (("optim.name=muon",), False, [], [8]), (("model.attn_implementation=eager",), False, [], [8]),
     ],
@@ -382,6 +384,11 @@ def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
     ]
     assert divided_experts(plan, 16) == [{"parallel.experts": n} for n in experts]
     assert all(change == {"parallel.experts": 1} for change in divided_experts(plan, 0)), "without experts"
+
+
+def test_a_stage_has_the_ranks_of_a_row(tmp_path: Path) -> None:
+    plans = [plan_of(tmp_path, f"parallel.context={context}", nodes=4, ranks=2) for context in (1, 4, 8)]
+    assert [[change["parallel.pipeline"] for change in pipelines(plan)] for plan in plans] == [[4, 2], [2], []]
 
 
 def test_layers_are_divided_where_nothing_else_fits_before_weights_are_offloaded(tmp_path: Path) -> None:
