@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -105,8 +104,7 @@ def _check_machine(plan: Plan, findings: Findings) -> None:
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     findings.add_lines(
         "This machine",
-        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"{' and '.join(machine['backends'])}",
+        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}",
     )
 
 
@@ -122,11 +120,6 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         },
-        "backends": [
-            name
-            for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-            if available
-        ],
         "attention": {"kernel": kernel, "available": attention_available(kernel)},
     }
 
@@ -151,9 +144,6 @@ def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainErro
     kernel = machine["attention"]["kernel"]
     if fault := gpu_fault(plan.topology, len(machine["gpus"]), os.environ):
         yield RecipeError(fault)
-    for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
-        if name not in machine["backends"]:
-            yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
     if not machine["attention"]["available"]:
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU of compute "

@@ -107,9 +107,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not available",
         "launch.rdzv_endpoint: ", "data.path: ", "output_dir:",
     ]  # fmt: skip
-    problems = [problem for problem in found.problems if not problem.startswith("this build of torch")]
-    assert len(problems) == len(wanted), found.problems
-    assert all(text in problem for text, problem in zip(wanted, problems, strict=True))
+    assert len(found.problems) == len(wanted), found.problems
+    assert all(text in problem for text, problem in zip(wanted, found.problems, strict=True))
     assert found.exit_code == RecipeError.exit_code
     assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
     assert "LlamaForCausalLM" in output and "torch" in output
@@ -127,7 +126,6 @@ def test_for_another_machine_what_is_missing_here_is_a_note(tmp_path: Path) -> N
     for text in ("64 workers", "flash_attention_2", "rdzv_endpoint", "data.path", "eval.path", "org/name", "output_"):
         assert any(text in note for note in missing), text
     names = "number of GPUs, attention kernel, rendezvous, evaluation data, data, tokenizer (no Hub)"
-    names += ", build of torch" * (torch.version.cuda is None)
     summary = next(line for line in output.splitlines() if "not checked here" in line)
     assert [name for name in names.split(", ") if name not in summary] == [], summary
     assert not any(note in output for note in missing), "one line for all of them"
@@ -239,17 +237,8 @@ def test_hardware_may_say_how_many_nodes_there_are(hardware: str, nodes: int, ra
     request = make_request(load(written), hardware, False)
     topology = request.plan.topology
     assert (topology.nnodes, topology.nproc_per_node, request.problems) == (nodes, ranks, [])
-    assert Request.from_record(json.loads(json.dumps(request.to_record()))) == request
     with pytest.raises(RecipeError, match=rf"launch\.nnodes: 5 contradicts --hardware .*, which has {nodes}: set"):
         make_request(load(written, ["launch.nnodes=5"]), hardware, False)
-
-
-@pytest.mark.parametrize("hardware", ["0x8xh100", "16x0xh100", "2x16x8xh100", "16x8xh100:4", "16x8x", "8x", "x", ":4"])
-def test_numbers_of_cards_that_mean_nothing_are_refused_with_an_example(hardware: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as refused:
-        make_request(load(write_recipe(tmp_path)), hardware, False)
-    message = str(refused.value)
-    assert message.startswith(f"--hardware: '{hardware}' is not known") and "16x8xh100" in message
 
 
 def test_several_nodes_need_a_rendezvous(tmp_path: Path) -> None:
@@ -580,29 +569,17 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
 # --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_the_hub_is_asked_once_after_it_is_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
-    stages: list[str] = []
-
-    def progress(stage: str, done: int, total: int) -> None:
-        stages.append(stage)
-
+def test_a_hub_that_answers_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = load(write_recipe(tmp_path, model={"id": "org/model", "tokenizer": "org/other"}))
-    plan = draft_plan(written, Topology("cpu", 1, 2), elsewhere=True)[0]
+    plan, stages = draft_plan(written, Topology("cpu", 1, 2), elsewhere=True)[0], list[str]()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that monkeypatch restores it
-    hub.go_offline_if_unreachable(plan, progress)
-    assert stages == [], "with HF_HUB_OFFLINE nothing is asked"
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 60 if answers else 0.2)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        if answers:
-            threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
-        hub.go_offline_if_unreachable(plan, progress)
-    assert "org/model and org/other" in stages[0]
-    assert answers == (not constants.HF_HUB_OFFLINE) == (len(stages) == 1)
-    assert answers == ("HF_HUB_OFFLINE" not in os.environ), "the forecast processes do not ask again"
+        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 60)
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
+        hub.go_offline_if_unreachable(plan, lambda stage, *_: stages.append(stage))
+    assert len(stages) == 1 and "org/model and org/other" in stages[0]
+    assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
