@@ -8,6 +8,7 @@ docs/calibration.md has the errors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import RecipeError
 from fsdptrain.text import GIB
 
 CALIBRATED = "calibrated on published runs"
@@ -277,19 +278,12 @@ def _unknown_hardware_message(text: str, name: str) -> str:
 
 
 def _custom_hardware(text: str) -> Hardware:
-    pairs = dict(pair.partition("=")[::2] for pair in text.split(","))
-    problems = [Problem(f"{key!r} is not one of {', '.join(CUSTOM)}", "--hardware") for key in pairs.keys() - {*CUSTOM}]
-    problems += [Problem(f"needs {key}=…", "--hardware") for key in CUSTOM if key not in pairs]
     numbers: dict[str, float] = {}
-    for key, value in pairs.items():
-        try:
-            numbers[key] = float(value)
-        except ValueError:
-            numbers[key] = 0.0
-        if not 0 < numbers[key] < float("inf"):
-            problems.append(Problem(f"{key}: {value!r} is not a number above 0 (bytes, FLOP/s, bytes/s)", "--hardware"))
-    if problems:
-        raise RecipeError(problems)
+    with contextlib.suppress(ValueError):
+        numbers = {key: float(value) for key, _, value in (pair.partition("=") for pair in text.split(","))}
+    if numbers.keys() != {*CUSTOM} or not all(0 < number < float("inf") for number in numbers.values()):
+        wanted = ",".join(f"{key}=…" for key in CUSTOM)
+        raise RecipeError(f"--hardware: {text!r}: expected {wanted}: numbers above 0 (bytes, FLOP/s, bytes/s)")
     near = KNOWN["h100-80gb"]  # the shares, and the figures that were not given, are this card's
     bandwidth = near.memory_bw * numbers["flops"] / near.flops
     return dataclasses.replace(

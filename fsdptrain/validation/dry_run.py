@@ -20,23 +20,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from fsdptrain.checkpoint.nodes import existing_parent
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.forecast import render
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
-from fsdptrain.forecast.render import (
-    ADVICE_HEADER,
-    ADVICE_TITLES,
-    MEMORY_HEADER,
-    TRAFFIC_HEADER,
-    advice_lines,
-    advice_rows,
-    does_not_fit_error,
-    memory_lines,
-    memory_rows,
-    shown_options,
-    time_lines,
-    traffic_lines,
-    traffic_rows,
-    verdict,
-)
 from fsdptrain.forecast.search import override_words, search
 from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.model.attention import installed_flash
@@ -226,7 +211,9 @@ def check_step(
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     _show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=request.advise))
+        findings.add_problem(
+            render.does_not_fit_error(render.verdict(findings.step, plan), plan, searched=request.advise)
+        )
     _check_least_nodes(plan, hardware, vocab_size, findings, forecasters[0])
     if request.plot:
         findings.step["plot"] = request.plot
@@ -248,21 +235,23 @@ def _check_least_nodes(
     step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
     findings.step["on_least_nodes"] = step
     nodes = counted(fewest.topology.nnodes, "node")
-    findings.add_lines(MEMORY, f"on {nodes}, if others are lost: {verdict(step, fewest)}")
+    findings.add_lines(MEMORY, f"on {nodes}, if others are lost: {render.verdict(step, fewest)}")
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(f"on {nodes}, {verdict(step, fewest)}", fewest, searched=False))
+        findings.add_problem(
+            render.does_not_fit_error(f"on {nodes}, {render.verdict(step, fewest)}", fewest, searched=False)
+        )
 
 
 def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
     """Add the lines, tables and bars of a forecast, and its one-line verdict."""
-    findings.add_lines(MEMORY, *memory_lines(forecast))
-    findings.add_item(MEMORY, "table", header=MEMORY_HEADER, rows=memory_rows(forecast))
-    rows = traffic_rows(forecast)
+    findings.add_lines(MEMORY, *render.memory_lines(forecast))
+    findings.add_item(MEMORY, "table", header=render.MEMORY_HEADER, rows=render.memory_rows(forecast))
+    rows = render.traffic_rows(forecast)
     if rows:
-        findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
-    findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
+        findings.add_item(COMMUNICATION, "table", header=render.TRAFFIC_HEADER, rows=rows)
+    findings.add_lines(COMMUNICATION, *render.traffic_lines(forecast))
     if forecast.fits or plan.topology.device != "cpu":  # else it is most probably a recipe for GPUs
-        findings.add_lines("Time", *time_lines(forecast, plan, cost))
+        findings.add_lines("Time", *render.time_lines(forecast, plan, cost))
         if "sequences" in (data := findings.levels.get("data", {})):
             findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
             if teacher := findings.levels.get("teacher"):
@@ -271,7 +260,7 @@ def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], finding
                 findings.add_lines(
                     "Time", f"before step 1, the teacher reads {tokens:,} tokens: about {duration(teacher_s)}"
                 )
-    findings.forecast = verdict(findings.step, plan)
+    findings.forecast = render.verdict(findings.step, plan)
 
 
 def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> Iterator[str]:
@@ -308,9 +297,11 @@ def _advise(
         vocab_size=vocab_size,
     )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
-    findings.add_lines(ADVICE, *advice_lines(advice))
-    options = shown_options(advice.options)
-    findings.add_item(ADVICE, "table", header=ADVICE_HEADER, rows=advice_rows(options), titles=ADVICE_TITLES)
+    findings.add_lines(ADVICE, *render.advice_lines(advice))
+    options = render.shown_options(advice.options)
+    findings.add_item(
+        ADVICE, "table", header=render.ADVICE_HEADER, rows=render.advice_rows(options), titles=render.ADVICE_TITLES
+    )
     commands = [(number, option) for number, option in enumerate(options, 1) if not option.own]
     if commands:
         findings.add_lines(ADVICE, "append the overrides of a plan to the command:")
