@@ -64,13 +64,13 @@ def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
     """Return the strategies worth trying, first those that need the least memory, each with the numbers of ranks per
     copy in the order in which they are tried. With offload, only those that shard one copy over all ranks.
     """
-    node, micro = min(plan.topology.nproc_per_node, plan.stage_ranks), plan.recipe.train.micro_batch_size
+    node = min(plan.topology.nproc_per_node, plan.stage_ranks)
     nodes = plan.stage_ranks // node
     strategies = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
     found = []
     for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
         choices = [Choice(strategy, ranks, offload) for ranks in strategy.sizes_to_try(nodes, node)]
-        found.append([choice for choice in choices if _is_valid(plan, overrides_of(plan, choice, "full", micro))])
+        found.append([choice for choice in choices if micro_batches(plan, choice)])
     return [choices for choices in found if choices]
 
 
@@ -81,8 +81,8 @@ def _is_valid(plan: Plan, overrides: Mapping[str, Any]) -> bool:
 
 
 def _on_gpus(plan: Plan, changes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those changes that the recipe may have on GPUs, with the smallest micro-batch; none on a CPU."""
-    smallest = {"train.micro_batch_size": 1}
+    """Return those changes that a recipe for the least memory may have on GPUs; none on a CPU."""
+    smallest = overrides_of(plan, Choice(Strategy.FULL_SHARD, 0, plan.recipe.fsdp.cpu_offload), "full", 1)
     return [each for each in changes if plan.topology.device == "cuda" and _is_valid(plan, smallest | each)]
 
 
@@ -90,11 +90,11 @@ def _powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
 
 
-def micro_batches(plan: Plan) -> list[int]:
-    """Return the micro-batches that a plan may have: its own size, and powers of two."""
-    share = plan.recipe.train.global_batch_size // plan.groups_of_rows
-    sizes = sorted({*_powers_of_two(share), plan.recipe.train.micro_batch_size})
-    return [size for size in sizes if _is_valid(plan, {"train.micro_batch_size": size})]
+def micro_batches(plan: Plan, choice: Choice) -> list[int]:
+    """Return the micro-batches that a choice may have: the recipe's own size, and powers of two."""
+    train = plan.recipe.train
+    sizes = sorted({*_powers_of_two(train.global_batch_size), train.micro_batch_size})
+    return [size for size in sizes if _is_valid(plan, overrides_of(plan, choice, "full", size))]
 
 
 def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -343,7 +343,7 @@ class _Trials:
         plan = varied(self.plan, choice.divided)
         # With fewer micro-batches than a pipeline has groups, some of its ranks would never compute at the same time.
         most = max(1, plan.recipe.train.global_batch_size // plan.groups_of_rows // plan.recipe.parallel.pipeline)
-        micros = [micro for micro in micro_batches(plan) if micro <= most]
+        micros = [micro for micro in micro_batches(self.plan, choice) if micro <= most]
         for micro in micros:
             if less == len(RECOMPUTATION):
                 if micro != micros[-1]:
@@ -473,7 +473,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     if world > 1:
         most = Choice(strategies_to_try(plan, fsdp.cpu_offload)[0][0].strategy, world, fsdp.cpu_offload)
     offloaded = Choice(most.strategy, world, plan.topology.device != "cpu")
-    smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
+    smaller = max((size for size in micro_batches(plan, now) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
     choices = [
         (now, "full", micro),
@@ -492,7 +492,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
         overrides = overrides_of(plan, choice, recomputation, micro)
         if choice is offloaded:
             yield from (seen[-1] | change for change in changes_for_long_rows(plan))
-        if overrides not in seen:
+        if overrides not in seen and _is_valid(plan, overrides):
             seen.append(overrides)
             yield overrides
 

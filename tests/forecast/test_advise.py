@@ -13,6 +13,7 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.reader import load
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.forecast import render
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
@@ -20,6 +21,7 @@ from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
+    Choice,
     changes_that_save_memory,
     command_text,
     divided_experts,
@@ -120,7 +122,7 @@ def test_micro_batches_divide_the_share_of_a_rank(
     batch: int, own: int, words: tuple[str, ...], sizes: list[int], tmp_path: Path
 ) -> None:
     plan = plan_of(tmp_path, f"train.global_batch_size={batch}", f"train.micro_batch_size={own}", *words)
-    assert micro_batches(plan) == sizes
+    assert micro_batches(plan, Choice(Strategy.FULL_SHARD, 4, False)) == sizes
 
 
 def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
@@ -309,9 +311,8 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     words = ["train.global_batch_size=32", *written]
     recipe, topology = write_recipe(tmp_path), Topology("cuda", 4, 2)
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
-    micros = micro_batches(plan)
-    assert micros == [1, 2, 4]
-    choices = itertools.chain(*strategies_to_try(plan, False), *strategies_to_try(plan, True))
+    choices, micros = [*itertools.chain(*strategies_to_try(plan, False), *strategies_to_try(plan, True))], [1, 2, 4]
+    assert all(micro_batches(plan, choice) == micros for choice in choices)
     for choice, micro, recomputation in zip(choices, itertools.cycle(micros), itertools.cycle(RECOMPUTATION)):
         overrides = overrides_of(plan, choice, recomputation, micro)
         pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
@@ -368,9 +369,11 @@ def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
     assert all(change == {"parallel.experts": 1} for change in divided_experts(plan, 0)), "without experts"
 
 
-def test_a_stage_has_the_ranks_of_a_row(tmp_path: Path) -> None:
-    plans = [plan_of(tmp_path, f"parallel.context={context}", nodes=4, ranks=2) for context in (1, 4, 8)]
-    assert [[change["parallel.pipeline"] for change in pipelines(plan)] for plan in plans] == [[4, 2], [2], []]
+def test_a_stage_has_the_ranks_of_a_row_whatever_those_of_a_copy_are(tmp_path: Path) -> None:
+    copies = ("fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4", "train.micro_batch_size=4")
+    for words, groups in (((), [4, 2]), (copies, [4, 2]), (["parallel.context=4"], [2]), (["parallel.context=8"], [])):
+        plan = plan_of(tmp_path, *words, nodes=4, ranks=2)
+        assert pipelines(plan) == [{"parallel.pipeline": number} for number in groups]
 
 
 def test_layers_are_divided_where_nothing_else_fits_before_weights_are_offloaded(tmp_path: Path) -> None:
