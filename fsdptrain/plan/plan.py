@@ -328,8 +328,7 @@ class Plan:
         counts = {each.groups_of_rows for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
         most = sequences // unit * unit
-        power = unit << max(0, (most // unit).bit_length() - 1)
-        way_out = f"use {most} or less" + (f", such as {power}" if power < most else "")
+        way_out = f"use {most} or less"
         if not most:  # less than one micro-batch for every rank
             way_out = "use fewer ranks, a smaller train.micro_batch_size or data.seq_len, or more data"
         message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {sequences:,}: {way_out}"
@@ -343,10 +342,8 @@ class Plan:
             notes = [f"eval.patience: {patience} ends no run that has only {counted(evaluations, 'evaluation')}"]
         size, times = train.global_batch_size, train.global_batch_size / sequences
         if train.steps is None and steps < FEW_STEPS:
-            few = (
-                f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
-            )
-            notes.append(few)
+            few = f"only {counted(steps, 'optimizer step')} in all"
+            notes.append(f"{few}: a smaller train.global_batch_size makes more of them")
         elif train.steps is not None and times > 1:
             notes.append(f"a step of {size} sequences reads the data ({sequences:,} sequences) {times:.1f} times")
         return notes
