@@ -374,9 +374,9 @@ class _Trials:
 
         Exchanging tokens in every layer takes longer than gathering weights: see `divided_layers` for when it is tried.
         """
-        layers = divided_layers(self.plan, self.best() is not None)
+        layers, most = divided_layers(self.plan, self.best() is not None), self._most()
         others = [{}, *divided_experts(self.plan, self._experts)[:1]]
-        self._try_each([dataclasses.replace(self._most(), divided=each | other) for each in layers] for other in others)
+        self._try_each([dataclasses.replace(most, divided=each | other) for each in layers] for other in others)
 
     def try_pipelines(self) -> None:
         """Try plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
@@ -466,13 +466,11 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     micro-batch, more sharding. Then the last three together, then more ranks in a row, what layers keep in host memory,
     and all offload last.
     """
-    recipe, world = plan.recipe, plan.topology.world_size
-    fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
+    fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
     now = Choice(fsdp.strategy, plan.shard_size, fsdp.cpu_offload)
-    most = now  # the strategy that shards most
-    if world > 1:
-        most = Choice(strategies_to_try(plan, fsdp.cpu_offload)[0][0].strategy, world, fsdp.cpu_offload)
-    offloaded = Choice(most.strategy, world, plan.topology.device != "cpu")
+    # The strategy that shards most: one rank shards nothing.
+    most = strategies_to_try(plan, fsdp.cpu_offload)[0][0] if plan.topology.world_size > 1 else now
+    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
     smaller = max((size for size in micro_batches(plan, now) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
     choices = [
