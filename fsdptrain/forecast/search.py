@@ -23,7 +23,7 @@ from fsdptrain.config.keys import unused_with, value_at
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.strategy import Strategy
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.errors import FsdptrainError, listed
 from fsdptrain.forecast.forecaster import Forecast, hardware_of
 from fsdptrain.plan.hardware import Hardware
@@ -82,7 +82,8 @@ def _is_valid(plan: Plan, overrides: Mapping[str, Any]) -> bool:
 
 def _on_gpus(plan: Plan, changes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return those changes that a recipe for the least memory may have on GPUs; none on a CPU."""
-    smallest = overrides_of(plan, Choice(Strategy.FULL_SHARD, 0, plan.recipe.fsdp.cpu_offload), "full", 1)
+    most = Choice(DEFAULT_STRATEGY, plan.stage_ranks, plan.recipe.fsdp.cpu_offload)  # no other shards more
+    smallest = overrides_of(plan, most, "full", 1)
     return [each for each in changes if plan.topology.device == "cuda" and _is_valid(plan, smallest | each)]
 
 
