@@ -67,7 +67,7 @@ def dry_run(request: Request, findings: Findings, *forecasters: Forecaster) -> N
             with findings.continue_on_error():
                 check_teacher(plan, vocab_size, hardware.memory if hardware else 0, findings)
             if forecasters and not request.problems:
-                check_step(request, vocab_size, steps, findings, forecasters)
+                check_step(request, hardware, vocab_size, steps, findings, forecasters)
 
 
 def _check_machine(plan: Plan, findings: Findings) -> None:
@@ -178,6 +178,7 @@ def _check_plan(plan: Plan, findings: Findings) -> None:
 
 def check_step(
     request: Request,
+    hardware: Hardware | None,
     vocab_size: int | None,
     steps: int | None,
     findings: Findings,
@@ -188,7 +189,7 @@ def check_step(
     Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
     """
     # Without the figures of the card, or on a card without units for the recipe's dtypes, there is nothing to simulate.
-    plan, hardware = request.plan, request.hardware or hardware_here(request.plan)
+    plan = request.plan
     if hardware is None:
         if torch.cuda.is_available():  # else there is a problem already
             findings.add_note(
