@@ -31,7 +31,7 @@ LIGHT = (  # they import no torch
 LIGHT_MODULES = (  # in other packages
     "failures.explain", "failures.translate", "failures.notify_nodes",
     "checkpoint.manifest", "checkpoint.resume", "checkpoint.nodes", "validation.findings",
-    "validation.request", "validation.process", "forecast.trace", "forecast.allocator",
+    "validation.request", "forecast.trace", "forecast.allocator",
     "forecast.timing", "forecast.forecaster", "forecast.search", "forecast.render", "forecast.plot",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}

@@ -22,20 +22,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.simulation import simulate
 from fsdptrain.forecast.timing import COMPUTE_STREAM
-from fsdptrain.forecast.trace import (
-    HOST_STREAM,
-    Alloc,
-    Collective,
-    Event,
-    Free,
-    Kernel,
-    Moment,
-    RecordEvent,
-    Storage,
-    Synchronize,
-    Trace,
-    WaitEvent,
-)
+from fsdptrain.forecast.trace import HOST_STREAM, Alloc, Event, Free, Moment, Storage, Trace
 from fsdptrain.model.pipeline import layers_of_stages
 from fsdptrain.model.units import decoder_layers
 from fsdptrain.plan.hardware import Hardware
@@ -44,13 +31,16 @@ from fsdptrain.plan.plan import Plan, varied
 LEAST = 4  # periods of layers in the shallower model: the first and the last ones differ from those between them
 START = Moment("start of the step")  # stands between what is allocated before a step and its events
 
+SIZES = ("size", "flops", "moved", "link")  # fields of events that are bytes or FLOPs
+NUMBERED = ("storage", "event", "stream")  # and those that say which one
+DIGITS = re.compile(r"\d+")  # of a moment: of which layer
 WIDTH = 4  # the most numbers of an event
 
 Numbers = npt.NDArray[np.int64]
 
 
 def simulate_by_depth(
-    plan: Plan, config: PreTrainedConfig, bare: Any, pretend: bool, card: Hardware, masked: bool, place: int
+    plan: Plan, config: PreTrainedConfig, bare: Any, card: Hardware, masked: bool, place: int
 ) -> Trace:
     """Return what `simulate` returns, from two shallower models if that is possible; `bare` is the model's skeleton.
 
@@ -70,12 +60,12 @@ def simulate_by_depth(
         def of_depth(depth: int) -> Trace:
             fewer = [*counts[:place], depth, *counts[place + 1 :]]
             change = {"parallel.stage_layers": fewer} if parallel.pipeline > 1 else {}
-            return simulate(varied(plan, change), with_layers(config, sum(fewer)), pretend, card, masked, place)
+            return simulate(varied(plan, change), with_layers(config, sum(fewer)), not card.is_cpu, card, masked, place)
 
         with contextlib.suppress(RecipeError):  # of patterns that only deeper layers match
             if found := extended(of_depth(shallow), of_depth(shallow + period), (layers - shallow) // period):
                 return found
-    return simulate(plan, config, pretend, card, masked, place)
+    return simulate(plan, config, not card.is_cpu, card, masked, place)
 
 
 def period_of_layers(plan: Plan, bare: Any) -> int:
@@ -114,9 +104,10 @@ class Written(NamedTuple):
     """The events of a trace, what is allocated before included, as words and numbers.
 
     `numbers` [events, WIDTH] are sizes, and which storage, stream or event of the device it is, in the order of their
-    first occurrence. `kinds` are the words; `exact` are words and sizes.
+    first occurrence. `kinds` are the words: all other fields. `exact` are words and sizes.
     """
 
+    events: list[Event]
     kinds: list[tuple[Any, ...]]
     exact: list[Any]
     numbers: Numbers
@@ -125,7 +116,7 @@ class Written(NamedTuple):
 def extended(first: Trace, second: Trace, times: int) -> Trace | None:
     """Return `first` with what `second` has in addition inserted `times` times; None if they are not that regular."""
     few, many = written(first), written(second)
-    kinds: list[tuple[Any, ...]] = []
+    events: list[Event] = []
     numbers: list[Numbers] = []
 
     def grown(at: slice, to: slice) -> Numbers:
@@ -138,12 +129,12 @@ def extended(first: Trace, second: Trace, times: int) -> Trace | None:
         if block is None:
             return None
         at, to, length = block
-        kinds += few.kinds[i:at] + many.kinds[to : to + length] * times
+        events += few.events[i:at] + many.events[to : to + length] * times
         numbers.append(grown(slice(i, at), slice(j, to)))
         last, step = grown(slice(at - length, at), slice(to - length, to)), _step(many.numbers, to + length, length)
         numbers += [last + n * step for n in range(1, times + 1)]
         i, j = at, to + length
-    return _read(kinds, np.concatenate(numbers))
+    return _read(events, np.concatenate(numbers))
 
 
 def _next_block(few: Written, many: Written, i: int, j: int) -> tuple[int, int, int] | None:
@@ -203,65 +194,55 @@ def _step(numbers: Numbers, end: int, length: int) -> Numbers:
 
 def written(trace: Trace) -> Written:
     """Return the events of a trace as words and numbers."""
-    storages: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    marks: dict[int, int] = {}
-    streams = {COMPUTE_STREAM: COMPUTE_STREAM, HOST_STREAM: HOST_STREAM}
-
-    def number(known: dict[int, int], key: int) -> int:
-        return known.setdefault(key, len(known))
-
-    def parts(event: Event) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the words, the sizes and the other numbers of an event."""
+    known: dict[str, dict[Any, int]] = {name: {} for name in NUMBERED}
+    known["stream"] = {COMPUTE_STREAM: COMPUTE_STREAM, HOST_STREAM: HOST_STREAM}
+    sizes: dict[Storage, int] = {}
+    events: list[Event] = [*trace.before, START, *trace.events]
+    exact, rows = [], []
+    for event in events:
+        words, own, others = list[Any]([type(event)]), list[int](), list[int]()
+        for name, value in event._asdict().items():
+            if name in SIZES:
+                own.append(value)
+            elif name in NUMBERED and value is not None:
+                others.append(known[name].setdefault(value, len(known[name])))
+            else:
+                words.append(value)
         match event:
-            case Alloc(storage, size, stream):
-                sizes[id(storage)] = size
-                place = number(storages, id(storage))
-                return (Alloc, storage.device, storage.category), (size,), (place, number(streams, stream))
+            case Alloc(storage, size):
+                sizes[storage] = size
+                words += [storage.device, storage.category]
             case Free(storage):
-                return (Free,), (sizes[id(storage)],), (number(storages, id(storage)),)
-            case Kernel(name, flops, moved, link, stream):
-                return (Kernel, name), (flops, moved, link), (number(streams, stream),)
-            case Collective(kind, ranks, size, stream, apart):
-                return (Collective, kind, ranks, apart), (size,), (number(streams, stream),)
-            case RecordEvent(mark, stream) | WaitEvent(mark, stream):
-                return (type(event),), (), (number(marks, mark), number(streams, stream))
-            case Synchronize(mark):
-                return (Synchronize, mark is None), (), () if mark is None else (number(marks, mark),)
+                own.append(sizes[storage])
             case Moment(name):
-                return (Moment, re.sub(r"\d+", "{}", name)), (), tuple(map(int, re.findall(r"\d+", name)))
-
-    found = [parts(event) for event in (*trace.before, START, *trace.events)]
-    rows = [(*own, *others, *[0] * (WIDTH - len(own) - len(others))) for _, own, others in found]
-    exact = [(kind, own) for kind, own, _ in found]
-    return Written([kind for kind, _, _ in found], exact, np.array(rows, dtype=np.int64))
+                words[1], others = DIGITS.sub("{}", name), [*map(int, DIGITS.findall(name))]
+        exact.append((tuple(words), tuple(own)))
+        rows.append((*own, *others, *[0] * (WIDTH - len(own) - len(others))))
+    return Written(events, [kind for kind, _ in exact], exact, np.array(rows, dtype=np.int64))
 
 
-def _read(kinds: list[tuple[Any, ...]], numbers: Numbers) -> Trace | None:
-    """Return the trace that is written so; None if it frees what is not allocated in this size."""
+def _read(like: list[Event], numbers: Numbers) -> Trace | None:
+    """Return the trace of events like these with other numbers; None if it frees what is not allocated in this size."""
     storages: dict[int, Storage] = {}
     sizes: dict[int, int] = {}  # of what is allocated
     events: list[Event] = []
-    for (made, *words), row in zip(kinds, numbers.tolist(), strict=True):
-        if made is Alloc:
-            size, place, stream = row[:3]
-            if place in sizes:
-                return None
-            sizes[place] = size
-            events.append(Alloc(storages.setdefault(place, Storage(words[0], words[1])), size, stream))
-        elif made is Free:
-            if sizes.pop(row[1], None) != row[0]:
-                return None
-            events.append(Free(storages[row[1]]))
-        elif made is Kernel:
-            events.append(Kernel(words[0], *row))
-        elif made is Collective:
-            events.append(Collective(words[0], words[1], row[0], row[1], words[2]))
-        elif made is Synchronize:
-            events.append(Synchronize(None if words[0] else row[0]))
-        elif made is Moment:
-            events.append(Moment(words[0].format(*row)))
-        else:
-            events.append(RecordEvent(row[0], row[1]) if made is RecordEvent else WaitEvent(row[0], row[1]))
+    for event, row in zip(like, numbers.tolist(), strict=True):
+        match event:
+            case Alloc(storage):
+                size, place, stream = row[:3]
+                if place in sizes:
+                    return None
+                sizes[place] = size
+                own = storages.setdefault(place, Storage(storage.device, storage.category))
+                events.append(Alloc(own, size, stream))
+            case Free():
+                if sizes.pop(row[1], None) != row[0]:
+                    return None
+                events.append(Free(storages[row[1]]))
+            case Moment(name):
+                events.append(Moment(DIGITS.sub("{}", name).format(*row)))
+            case _:
+                names = (name for name in (*SIZES, *NUMBERED) if getattr(event, name, None) is not None)
+                events.append(event._replace(**dict(zip(names, row, strict=False))))
     start = events.index(START)
     return Trace([event for event in events[:start] if isinstance(event, Alloc)], events[start + 1 :])

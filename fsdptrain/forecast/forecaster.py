@@ -9,6 +9,7 @@ removed again, and because an error inside autograd's device thread ends the pro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -75,7 +76,7 @@ class Forecast:
         return self.reserved_bytes + self.overhead_bytes
 
 
-class Forecaster:
+class Forecaster(contextlib.AbstractContextManager["Forecaster"]):
     """A process that forecasts one plan after another. It starts to import at once, before it gets the first plan."""
 
     def __init__(self) -> None:
@@ -89,29 +90,21 @@ class Forecaster:
         the simulation fails.
         """
         described = {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
-        job |= {"pretend": not hardware.is_cpu, "progress": on_progress is not None}
-        answer = self._child.ask({**job, **described})
-        while on_progress and answer and "progress" in answer:
-            on_progress(*answer["progress"])
-            answer = next(self._child.records(), None)
-        if answer is None:
-            cause = self._child.last_error() or "no message"
-            self._child.close()
-            self._child = Child(SERVER, keep_errors=True)
-            raise FsdptrainError(f"the step could not be simulated: {cause.removeprefix('[rank0]: ')[:200]}")
-        if "error" in answer:
-            raise from_record(answer["error"])
-        return Forecast(**answer)
-
-    def close(self) -> None:
-        """End the process."""
+        self._child.send({**job, **described, "progress": on_progress is not None})
+        for answer in self._child.records():
+            if "error" in answer:
+                raise from_record(answer["error"])
+            if "progress" not in answer:
+                return Forecast(**answer)
+            if on_progress:
+                on_progress(*answer["progress"])
+        cause = self._child.last_error() or "no message"
         self._child.close()
-
-    def __enter__(self) -> Forecaster:
-        return self
+        self._child = Child(SERVER, keep_errors=True)
+        raise FsdptrainError(f"the step could not be simulated: {cause.removeprefix('[rank0]: ')[:200]}")
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._child.close()
 
 
 def hardware_of(start: Mapping[str, Any]) -> Hardware | None:

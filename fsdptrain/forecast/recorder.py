@@ -49,7 +49,17 @@ def _of_fsdp(*names: str) -> set[Any]:
     return {getattr(fsdp, name).default for name in names if hasattr(fsdp, name)}
 
 
-CHUNK_CAT = _of_fsdp("chunk_cat", "chunk_cat_mixed_dtype")  # since torch 2.15 the second
+OPERANDS: dict[Any, dict[int | str, Category]] = {  # operator → what its arguments are, by place or name
+    c10d._allgather_base_.default: {0: "communication buffers"},
+    c10d._reduce_scatter_base_.default: {1: "communication buffers", 0: "gradients"},
+    c10d.alltoall_base_.default: {1: "communication buffers", 0: "communication buffers"},
+    fsdp.split_with_sizes_copy.default: {"out": "gathered parameters"},
+    # Since torch 2.15 the second.
+    **{
+        each: {0: "gradients", "out": "communication buffers"}
+        for each in _of_fsdp("chunk_cat", "chunk_cat_mixed_dtype")
+    },
+}
 
 COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argument is the full buffer
     c10d._allgather_base_.default: ("all-gather", 0),
@@ -199,22 +209,10 @@ class Recorder(TorchDispatchMode):
         """Set the categories of tensors that FSDP2's own operators take and return."""
         if func in COLLECTIVES and func in OF_TOKENS.get(_group_of(args).group_desc, ()):
             return  # activations
-        if func is c10d._allgather_base_.default:
-            self.tag(args[0], "communication buffers")
-        elif func is fsdp.split_with_sizes_copy.default:
-            for tensor in kwargs["out"]:
-                self.tag(tensor, "gathered parameters")
-        elif func in CHUNK_CAT:
-            for tensor in args[0]:
-                self.tag(tensor, "gradients")
-            self.tag(kwargs["out"], "communication buffers")
-        elif func is c10d._reduce_scatter_base_.default:
-            self.tag(args[1], "communication buffers")
-            self.tag(args[0], "gradients")
-        elif func is c10d.alltoall_base_.default:
-            self.tag(args[1], "communication buffers")
-            self.tag(args[0], "communication buffers")
-        elif func is aten.add_.Tensor and pretend.current_stream() != COMPUTE_STREAM:
+        for place, category in OPERANDS.get(func, {}).items():
+            for tensor in tensors_in(kwargs[place] if isinstance(place, str) else args[place]):
+                self.tag(tensor, category)
+        if func is aten.add_.Tensor and pretend.current_stream() != COMPUTE_STREAM:
             for tensor in args[:2]:  # FSDP2 adds shards of gradients of several micro-batches
                 self.tag(tensor, "gradients")
         elif func is aten.sum.IntList_out and args[0].numel() > kwargs["out"].numel() > 1:

@@ -104,12 +104,9 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     ]
     parallel = plan.recipe.parallel
     if parallel.pipeline > 1:
-        filled = plan.accumulation * parallel.stages_of_rank
-        share = (parallel.pipeline - 1) / (filled + parallel.pipeline - 1)
         lines.append(
             f"the {parallel.pipeline} groups of ranks of the pipeline wait for one another in "
-            f"{forecast.waiting_share:.1%} of their time; with equal stages it would be {share:.1%}, and less with "
-            "more micro-batches a step"
+            f"{forecast.waiting_share:.1%} of their time, and less with more micro-batches a step"
         )
     if parallel.experts > 1:
         lines.append("all experts are assumed to get as many tokens: if a router prefers some, the step takes longer")
@@ -199,16 +196,16 @@ def why_slower(option: Option, best: Option) -> str:
 
 def _option_cells(option: Option, best: Option) -> list[str]:
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
+    divided = {key.removeprefix("parallel."): n for key, n in option.overrides.items() if key.startswith("parallel.")}
     marks = {
-        "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
-        f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
-        _divided_mark("layers", option.overrides.get("parallel.tensor")): "parallel.tensor" in option.overrides,
-        _divided_mark("experts", option.overrides.get("parallel.experts")): "parallel.experts" in option.overrides,
-        f"a pipeline of {option.overrides.get('parallel.pipeline')}": "parallel.pipeline" in option.overrides,
+        "yours": option.own,
+        "does not fit": not option.fits,
+        "only just": option.fits and option.tight,
+        ", ".join(f"{key} {ranks}" for key, ranks in divided.items()): bool(divided),
         "hold_shards": option.overrides.get("fsdp.accumulation") == "hold_shards",
         f"and {size(option.host_bytes)} of host memory": option.cpu_offload,
         why_slower(option, best): option.fits,
-    }  # fmt: skip
+    }
     return [
         option.strategy + hybrid,
         f"{option.accumulation} × {option.micro_batch_size}",
@@ -219,10 +216,6 @@ def _option_cells(option: Option, best: Option) -> list[str]:
         f"{option.mfu:.1%}",
         ", ".join(mark for mark, applies in marks.items() if mark and applies),
     ]
-
-
-def _divided_mark(what: str, ranks: int | None) -> str:
-    return f"{what} not divided" if ranks == 1 else f"{what} divided among {ranks}"
 
 
 def _recomputed(value: str | dict[str, Any]) -> str:

@@ -21,13 +21,13 @@ from typing import Any
 
 from fsdptrain.config.keys import unused_with, value_at
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
+from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.strategy import Strategy
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.errors import FsdptrainError, listed
 from fsdptrain.forecast.forecaster import Forecast, hardware_of
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.plan.plan import Counts, Plan, layout_problems, varied
 from fsdptrain.run_folder.records import Record
 from fsdptrain.text import seconds, size
 
@@ -51,15 +51,13 @@ NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload w
 class Choice:
     """What a plan may have instead: a strategy, its number of ranks per copy, and whether weights are offloaded.
 
-    `divided` are overrides of `parallel`: how many ranks divide layers or experts, where that changes. `pipeline` is
-    the number of groups of ranks in a pipeline.
+    `divided` are overrides of `parallel`: what ranks divide, where that changes.
     """
 
     strategy: Strategy
     ranks: int
     offload: bool
     divided: dict[str, Any] = field(default_factory=dict)
-    pipeline: int = 1
 
 
 def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
@@ -72,56 +70,50 @@ def strategies_to_try(plan: Plan, offload: bool) -> list[list[Choice]]:
     found = []
     for strategy in sorted(strategies, key=lambda strategy: not strategy.reshards):
         choices = [Choice(strategy, ranks, offload) for ranks in strategy.sizes_to_try(nodes, node)]
-        found.append([choice for choice in choices if _fits_range(plan, overrides_of(plan, choice, "full", 1))])
+        found.append([choice for choice in choices if micro_batches(plan, choice)])
     return [choices for choices in found if choices]
 
 
-def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
-    """Return whether the run could go on with every number of nodes of its range, if it can do so as it is."""
-    recipes = plan.recipe, varied(plan, overrides).recipe
-    own, changed = (elastic_problems(recipe, plan.topology) for recipe in recipes)
-    return bool(own) or not changed
+def _is_valid(plan: Plan, overrides: Mapping[str, Any]) -> bool:
+    """Return whether the recipe may be changed so, as far as that is known without the model."""
+    recipe = varied(plan, overrides).recipe
+    return not (layout_problems(recipe, plan.topology) or [*cross_field_problems(recipe, {})])
 
 
-def micro_batches(plan: Plan) -> list[int]:
-    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
+def _on_gpus(plan: Plan, changes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those changes that a recipe for the least memory may have on GPUs; none on a CPU."""
+    most = Choice(DEFAULT_STRATEGY, plan.stage_ranks, plan.recipe.fsdp.cpu_offload)  # no other shards more
+    smallest = overrides_of(plan, most, "full", 1)
+    return [each for each in changes if plan.topology.device == "cuda" and _is_valid(plan, smallest | each)]
 
-    With a range of nodes they divide the share of each number of nodes. Where the recipe's attention kernel needs
-    micro-batches of one row, there are no others; products in float8 need multiples of some number of tokens.
-    """
-    recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
-    if recipe.model.attn_implementation == "flash_attention_2" and recipe.documents_share_sequences:
-        return [1]
-    share, tokens = recipe.train.global_batch_size // plan.groups_of_rows, plan.tokens_of_row
-    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}
-    sizes = sorted(powers | {recipe.train.micro_batch_size})
-    return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]
+
+
+def micro_batches(plan: Plan, choice: Choice) -> list[int]:
+    """Return the micro-batches that a choice may have: the recipe's own size, and powers of two."""
+    train = plan.recipe.train
+    sizes = sorted({*_powers_of_two(train.global_batch_size), train.micro_batch_size})
+    return [size for size in sizes if _is_valid(plan, overrides_of(plan, choice, "full", size))]
 
 
 def changes_for_long_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return what saves memory beside full recomputation of long rows on GPUs: first more ranks of a node in a row (the
     fewest first), then what layers keep in host memory, then both.
     """
-    ranks = plan.topology.nproc_per_node
-    sizes = [2**i for i in range(1, ranks.bit_length()) if ranks % 2**i == 0]
     shared = [
-        {"parallel.context": size}
-        for size in sizes
-        if size > plan.ranks_of_row and plan.recipe.data.seq_len >= LEAST_TOKENS * size
+        {"parallel.context": ranks}
+        for ranks in _powers_of_two(plan.topology.nproc_per_node)
+        if ranks > plan.ranks_of_row and plan.recipe.data.seq_len >= LEAST_TOKENS * ranks
     ]
     kept = [
         {"fsdp.activation_checkpointing": {"kind": "full", "offload": True, **attention}}
         for attention in ({"keep_attention": True}, {})
         if plan.tokens_of_row >= LEAST_TOKENS
     ]
-    rows, offloaded = ([change for change in changes if _may_change(plan, change)] for changes in (shared, kept))
-    return [*rows, *(change | kept for kept in offloaded[:1] for change in [{}, *rows])]
-
-
-def _may_change(plan: Plan, change: Mapping[str, Any]) -> bool:
-    """Return whether a plan on GPUs may have this change, as far as that is known without the model."""
-    changed = varied(plan, change).recipe
-    return plan.topology.device == "cuda" and not [*cross_field_problems(changed, {})] and _fits_range(plan, change)
+    rows = _on_gpus(plan, shared)
+    return [*rows, *(change | kept for kept in _on_gpus(plan, kept)[:1] for change in [{}, *rows])]
 
 
 def divided_layers(plan: Plan, fits: bool) -> list[dict[str, Any]]:
@@ -129,27 +121,21 @@ def divided_layers(plan: Plan, fits: bool) -> list[dict[str, Any]]:
 
     With fewer sequences than ranks, as many ranks as now share a row, and some of them divide layers.
     """
-    parallel, batch = plan.recipe.parallel, plan.recipe.train.global_batch_size
-    node, world = plan.topology.nproc_per_node, plan.stage_ranks
-    found: list[dict[str, Any]] = []
-    for ranks in (2**i for i in range(node.bit_length()) if node % 2**i == 0):
-        context = plan.ranks_of_row // ranks if batch < world else parallel.context
-        shared = context * ranks
-        if ranks == parallel.tensor or not (ranks < parallel.tensor or batch < world or not fits):
-            continue
-        if shared and batch * shared % world == 0 and (node % shared == 0 or shared % node == 0):
-            found.append({"parallel.tensor": ranks, "parallel.context": context})
-    changes = ({key: ranks for key, ranks in each.items() if value_at(plan.recipe, key) != ranks} for each in found)
-    return [change for change in changes if _may_change(plan, change)]
+    parallel, found = plan.recipe.parallel, list[dict[str, Any]]()
+    few_rows = plan.recipe.train.global_batch_size < plan.stage_ranks
+    for ranks in _powers_of_two(plan.topology.nproc_per_node):
+        context = plan.ranks_of_row // ranks if few_rows else parallel.context
+        if context and ranks != parallel.tensor and (ranks < parallel.tensor or few_rows or not fits):
+            change = {"parallel.tensor": ranks, "parallel.context": context}
+            found.append({key: number for key, number in change.items() if value_at(plan.recipe, key) != number})
+    return _on_gpus(plan, found)
 
 
 def divided_experts(plan: Plan, experts: int) -> list[dict[str, Any]]:
-    """Return numbers of ranks of a node that may divide `experts`: the most first, then one if they are divided now."""
-    own = plan.recipe.parallel.experts
+    """Return numbers of ranks of a node that may divide `experts`: the most, then one if they are divided now."""
     most = math.gcd(plan.topology.nproc_per_node, experts) if experts else 1
-    sizes = [most, 1, *(ranks for ranks in range(most - 1, 1, -1) if most % ranks == 0)]
-    changes = [{"parallel.experts": ranks} for ranks in dict.fromkeys(sizes) if ranks != own]
-    return [change for change in changes if _may_change(plan, change)]
+    sizes = [ranks for ranks in dict.fromkeys([most, 1]) if ranks != plan.recipe.parallel.experts]
+    return _on_gpus(plan, [{"parallel.experts": ranks} for ranks in sizes])
 
 
 def pipelines(plan: Plan) -> list[dict[str, Any]]:
@@ -157,12 +143,8 @@ def pipelines(plan: Plan) -> list[dict[str, Any]]:
 
     Only in the groups of a single node no weights are gathered between nodes.
     """
-    sizes = [2**i for i in range(plan.topology.nnodes.bit_length() - 1, 0, -1) if plan.topology.nnodes % 2**i == 0]
-    groups, batch = plan.groups_of_rows * plan.recipe.parallel.pipeline, plan.recipe.train.global_batch_size
-    sizes = [size for size in sizes if groups % size == batch % (groups // size) == 0]
-    own = plan.recipe.parallel.pipeline
-    changes = [{"parallel.pipeline": size} for size in [1, *sizes] if size != own]
-    return [change for change in changes if _may_change(plan, change)]
+    sizes = [1, *reversed(_powers_of_two(plan.topology.nnodes)[1:])]
+    return _on_gpus(plan, [{"parallel.pipeline": n} for n in sizes if n != plan.recipe.parallel.pipeline])
 
 
 def overrides_of(plan: Plan, choice: Choice, recomputation: str, micro: int) -> dict[str, Any]:
@@ -202,8 +184,6 @@ class Option:
     cpu_offload: bool
     fits: bool
     tight: bool
-    peak_bytes: int
-    reserved_bytes: int
     needed_bytes: int
     memory_bytes: int
     host_bytes: int
@@ -213,12 +193,6 @@ class Option:
     mfu: float
     own: bool
     waiting_share: float = 0.0
-
-    @property
-    def recomputed(self) -> str:
-        """The kind of recomputation."""
-        how = self.activation_checkpointing
-        return how if isinstance(how, str) else str(how.get("kind", "full"))
 
 
 @dataclass(frozen=True)
@@ -251,157 +225,211 @@ def search(
     """
     if hardware.is_cpu:
         requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
-    trials = _Trials(plan, hardware, own, requests, job, progress)
-    found = [trials.own]
     with ThreadPoolExecutor(len(requests)) as threads:
+        trials = _Trials(plan, hardware, own, requests, counts, experts, threads, progress, job)
+        trials.try_strategies(offload=False)
+        trials.try_experts_divided()
+        fitting = trials.best() is not None  # before layers are divided, which may be slower
+        trials.try_layers_divided()
+        trials.try_pipelines()
+        if not fitting:
+            trials.try_long_rows(offload=False)
         # Offload is slow: it is tried only when nothing fits without it.
-        for offload in (False, True):
-            if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
-                break
-            candidates = strategies_to_try(plan, offload)
-            for options in threads.map(lambda choices: _options_of(choices, trials, counts), candidates):
-                found += options
-            found += _with_shards_held(found, trials, threads)
-            if not offload:
-                found += _with_experts_divided(found, trials, counts, experts)
-            fitting = any(option.fits for option in found)  # before layers are divided, which may be slower
-            if not offload:
-                found += _with_layers_divided(found, trials, counts, experts, threads)
-                found += _with_pipeline(found, trials, counts)
-            if not fitting:
-                smallest = overrides_of(plan, candidates[0][0], "full", 1)
-                for change in changes_for_long_rows(plan):
-                    option = trials.option(smallest | change)
-                    if option and option.fits:
-                        found.append(option)
-                        break
-    options = ranked(option for option in found if option.fits or option.own)
+        if trials.best() is None and not hardware.is_cpu:
+            trials.try_strategies(offload=True)
+            if not any(option.fits for option in trials.made.values()):
+                trials.try_long_rows(offload=True)
+    options = ranked(option for option in trials.made.values() if option.fits or option.own)
     return Advice(options, len(trials.tried), trials.failed, trials.refusals())
 
 
 def ranked(options: Iterable[Option]) -> list[Option]:
-    """Sort plans by time, the fastest first; a tight fit comes after a comfortable one of about the same time."""
-    return sorted(options, key=lambda o: (not o.fits, o.step_s * (TIGHT_COST if o.tight else 1), o.needed_bytes))
+    """Sort plans by time, the fastest first; a tight fit comes after a comfortable one of about the same time.
+
+    Of equal ones, the one with the fewest overrides is first.
+    """
+
+    def rank(option: Option) -> tuple[Any, ...]:
+        time_s = option.step_s * (TIGHT_COST if option.tight else 1)
+        return not option.fits, time_s, option.needed_bytes, len(option.overrides), command_text(option.overrides)
+
+    return sorted(options, key=rank)
 
 
-def _options_of(choices: list[Choice], trials: _Trials, counts: Counts) -> list[Option]:
-    """Return the options of a strategy, with groups of ranks as large as needed: a larger group is slower."""
-    found: list[Option] = []
-    for choice in choices:
-        least = varied(trials.plan, overrides_of(trials.plan, choice, "full", 1))
-        if not cannot_fit(least, counts, trials.own.memory_bytes):
-            found += _options_of_size(choice, trials)
-        if any(option.fits and not option.tight for option in found):
-            break
-    return [option for option in found if not option.own]
+class _Trials:
+    """Forecasts of plans, requested from several threads, and a record of them: `made` has all, with the own one."""
 
+    def __init__(
+        self, plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
+        experts: int, threads: ThreadPoolExecutor, progress: Callable[[int], None], job: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.plan, self._hardware, self._counts, self._experts = plan, hardware, counts, experts
+        self._threads, self._progress, self._job = threads, progress, job
+        self.made = {"": _option(plan, {}, own)}  # overrides → plan
+        self.tried: list[str] = []
+        self.failed: list[str] = []
+        self._refused: dict[tuple[str, int], str] = {}
+        self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
+        for request in requests:
+            self._free.put(request)
 
-def _options_of_size(choice: Choice, trials: _Trials) -> list[Option]:
-    """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower."""
-    found: list[Option] = []
-    best_s = math.inf
-    less = 0  # index of the least recomputation that may fit
-    plan = varied(trials.plan, choice.divided)
-    share = plan.recipe.train.global_batch_size // plan.groups_of_rows
-    # With fewer micro-batches than a pipeline has groups, some of its ranks would never compute at the same time.
-    micros = [micro for micro in micro_batches(plan) if share % micro == 0 and share >= micro * choice.pipeline]
-    for micro in micros:
-        if less == len(RECOMPUTATION):
-            if micro != micros[-1]:
+    def option(self, overrides: dict[str, Any]) -> Option | None:
+        """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed.
+
+        None as well if the model refuses to be divided in this way, which is asked once.
+        """
+        name = command_text(overrides)
+        if name in self.made:
+            return self.made[name]
+        divided = [(key, overrides[key]) for key in DIVIDED if overrides.get(key, 1) > 1]
+        if any(each in self._refused for each in divided):
+            return None
+        plan = varied(self.plan, overrides)
+        self.tried.append(name)
+        self._progress(len(self.tried))
+        request = self._free.get()  # waits for one if all are busy
+        try:
+            self.made[name] = _option(plan, overrides, request(plan, self._hardware, **self._job))
+            return self.made[name]
+        except FsdptrainError as error:
+            refused = {each: str(error) for each in divided if str(error).startswith(f"{each[0]}: ")}
+            self._refused |= refused
+            if not refused:
+                self.failed.append(f"{name}: {error}")
+            return None
+        finally:
+            self._free.put(request)
+
+    def refusals(self) -> list[str]:
+        """Return the first refusal of each key with which no plan was forecast."""
+        divided = {key for option in self.made.values() for key in option.overrides}
+        first = {key: message for (key, _), message in reversed(self._refused.items()) if key not in divided}
+        return [*first.values()]
+
+    def best(self) -> Option | None:
+        """Return the fastest plan so far that fits without offload."""
+        return next((option for option in ranked(self.made.values()) if option.fits and not option.cpu_offload), None)
+
+    def try_strategies(self, offload: bool) -> None:
+        """Try every strategy; then the fastest plans with shards of gradients held until the end of a step.
+
+        Without that they all-reduce or offload gradients in every micro-batch. It needs more memory, and it is faster
+        the more micro-batches there are.
+        """
+        self._try_each(strategies_to_try(self.plan, offload))
+        if self.plan.recipe.fsdp.accumulation == "reduce":
+            options = (option for option in self.made.values() if option.fits and option.accumulation > 1)
+            held = ranked(option for option in options if may_hold_shards(option.strategy, option.cpu_offload))
+            changes = (option.overrides | {"fsdp.accumulation": "hold_shards"} for option in held[:HELD])
+            list(self._threads.map(self.option, changes))
+
+    def _try_each(self, candidates: Iterable[list[Choice]]) -> None:
+        list(self._threads.map(self._try_sizes, candidates))
+
+    def _try_sizes(self, choices: list[Choice]) -> None:
+        """Try groups of ranks as large as needed: a larger group is slower."""
+        for choice in choices:
+            least = varied(self.plan, overrides_of(self.plan, choice, "full", 1))
+            if not cannot_fit(least, self._counts, self.made[""].memory_bytes) and self._fits_well(choice):
+                break
+
+    def _fits_well(self, choice: Choice) -> bool:
+        """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower.
+
+        Return whether one fits comfortably.
+        """
+        comfortable = False
+        best_s = math.inf
+        less = 0  # index of the least recomputation that may fit
+        plan = varied(self.plan, choice.divided)
+        # With fewer micro-batches than a pipeline has groups, some of its ranks would never compute at the same time.
+        most = max(1, plan.recipe.train.global_batch_size // plan.groups_of_rows // plan.recipe.parallel.pipeline)
+        micros = [micro for micro in micro_batches(self.plan, choice) if micro <= most]
+        for micro in micros:
+            if less == len(RECOMPUTATION):
+                if micro != micros[-1]:
+                    continue
+                less -= 1  # with one micro-batch per step, no gradients are held during its forward
+            option = None
+            while less < len(RECOMPUTATION):
+                option = self.option(overrides_of(self.plan, choice, RECOMPUTATION[less], micro))
+                if option and option.fits and not option.tight:
+                    comfortable = True
+                    break
+                less += 1
+            if option and option.fits:
+                best_s = min(best_s, option.step_s)
+                if option.compute_s > best_s:  # a larger micro-batch saves communication, not compute
+                    break
+        return comfortable
+
+    def try_experts_divided(self) -> None:
+        """Try the fastest strategy with experts divided among as many ranks of a node as possible, or undivided."""
+        best = self.best()
+        choice = Choice(best.strategy, best.shard_size, False) if best else self._most()
+        for change in divided_experts(self.plan, self._experts):
+            self._try_sizes([dataclasses.replace(choice, divided=change)])
+
+    def try_layers_divided(self) -> None:
+        """Try plans that shard most with layers divided among ranks of a node, alone and with experts divided as well.
+
+        Exchanging tokens in every layer takes longer than gathering weights: see `divided_layers` for when it is tried.
+        """
+        layers, most = divided_layers(self.plan, self.best() is not None), self._most()
+        others = [{}, *divided_experts(self.plan, self._experts)[:1]]
+        self._try_each([dataclasses.replace(most, divided=each | other) for each in layers] for other in others)
+
+    def try_pipelines(self) -> None:
+        """Try plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
+
+        Fewer groups are tried as long as that is faster; none with which even its computation would take longer than
+        the fastest plan. Such a forecast simulates several stages: other micro-batches, and weights that are gathered
+        once a step, are tried with the fastest number of groups only, if that is faster than without a pipeline.
+        """
+        plan, best, least = self.plan, self.best(), len(RECOMPUTATION) - 1  # the least recomputation that is tried
+        divided: dict[str, Any] = {}
+        if best:
+            divided = {key: ranks for key, ranks in best.overrides.items() if key.startswith("parallel.")}
+            least = RECOMPUTATION.index(varied(plan, best.overrides).recipe.fsdp.recomputation.kind)
+        fastest: tuple[Option, Choice] | None = None
+        for change in pipelines(varied(plan, divided)):
+            staged = varied(plan, divided | change)
+            if best and _least_seconds(staged, best) > best.step_s:
                 continue
-            less -= 1  # with one micro-batch per step, no gradients are held during its forward
-        option = None
-        while less < len(RECOMPUTATION):
-            option = trials.option(overrides_of(trials.plan, choice, RECOMPUTATION[less], micro))
-            if option:
-                found.append(option)
-            if option and option.fits and not option.tight:
+            most = strategies_to_try(staged, False)[0][0]
+            choice = dataclasses.replace(most, divided=divided | change)
+            tried = (self.option(overrides_of(plan, choice, kind, 1)) for kind in RECOMPUTATION[least:])
+            option = next((each for each in tried if each and each.fits), None)
+            if option is None:  # more stages than layers, or too many activations
+                continue
+            if fastest and fastest[0].step_s < option.step_s:
                 break
-            less += 1
-        if option and option.fits:
-            best_s = min(best_s, option.step_s)
-            if option.compute_s > best_s:  # a larger micro-batch saves communication, not compute
+            fastest = option, choice
+        if fastest and (best is None or fastest[0].step_s < best.step_s):
+            strategies = (strategy for strategy in Strategy if not strategy.replicates)
+            self._try_each([dataclasses.replace(fastest[1], strategy=strategy)] for strategy in strategies)
+
+    def try_long_rows(self, offload: bool) -> None:
+        """Try what saves memory beside full recomputation, until a plan fits."""
+        smallest = overrides_of(self.plan, self._most(offload), "full", 1)
+        for change in changes_for_long_rows(self.plan):
+            option = self.option(smallest | change)
+            if option and option.fits:
                 break
-    return found
+
+    def _most(self, offload: bool = False) -> Choice:
+        """Return the choice that shards most."""
+        return strategies_to_try(self.plan, offload)[0][0]
 
 
-def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
-    """Return the fastest plans that all-reduce or offload gradients in every micro-batch, changed to do it once a step.
-
-    This needs more memory, and it is faster the more micro-batches there are. None is tried twice: the recipe's own
-    plan is among `options` with and without offload.
-    """
-    if trials.plan.recipe.fsdp.accumulation != "reduce":
-        return []
-    held = [o for o in options if o.fits and o.accumulation > 1 and may_hold_shards(o.strategy, o.cpu_offload)]
-    changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:HELD]]
-    new = [change for change in changes if command_text(change) not in trials.tried]
-    return [*filter(None, threads.map(trials.option, new))]
-
-
-def _with_experts_divided(options: list[Option], trials: _Trials, counts: Counts, experts: int) -> list[Option]:
-    """Return plans of the fastest strategy with experts divided: among the most ranks of a node, then among fewer.
-
-    Whether that is faster depends on the size of the experts and of micro-batches: all sizes of the first are tried.
-    """
-    found: list[Option] = []
-    undivided = _fastest_choice(options, trials.plan)
-    for number, change in enumerate(divided_experts(trials.plan, experts)):
-        if number == 0 or change["parallel.experts"] == 1:
-            found += _options_of([dataclasses.replace(undivided, divided=change)], trials, counts)
-        elif best := next((option for option in ranked(found) if option.fits), None):
-            found += filter(None, [trials.option(best.overrides | change)])
-    return found
-
-
-def _with_layers_divided(
-    options: list[Option], trials: _Trials, counts: Counts, experts: int, threads: ThreadPoolExecutor
-) -> list[Option]:
-    """Return plans that shard most with layers divided among ranks of a node, alone and with experts divided as well.
-
-    Exchanging tokens in every layer takes longer than gathering weights: see `divided_layers` for when it is tried.
-    """
-    plan = trials.plan
-    most = strategies_to_try(plan, False)[0][0]
-    layers = divided_layers(plan, any(option.fits and not option.cpu_offload for option in options))
-    others = [{}, *divided_experts(plan, experts)[:1]]
-    choices = [[dataclasses.replace(most, divided=change | other) for change in layers] for other in others]
-    found = threads.map(lambda sizes: _options_of(sizes, trials, counts), choices)
-    return [option for options in found for option in options]
-
-
-def _with_pipeline(options: list[Option], trials: _Trials, counts: Counts) -> list[Option]:
-    """Return plans in which groups of whole nodes are a pipeline, with what the fastest plan so far divides.
-
-    Fewer groups are tried as long as that is faster; none with which even its computation would take longer than the
-    fastest plan. Such a forecast simulates several stages: other micro-batches, and weights that are
-    gathered once a step, are tried with the fastest number of groups only, if that is faster than without a pipeline.
-    """
-    plan, found = trials.plan, list[Option]()
-    best = next((option for option in ranked(options) if option.fits and not option.cpu_offload), None)
-    divided = {key: ranks for key, ranks in (best.overrides if best else {}).items() if key.startswith("parallel.")}
-    kinds = RECOMPUTATION[RECOMPUTATION.index(best.recomputed) :] if best else RECOMPUTATION[-1:]
-    for change in pipelines(varied(plan, divided)):
-        staged = varied(plan, divided | change)
-        if best and _least_seconds(staged, best) > best.step_s:
-            continue
-        most = strategies_to_try(staged, False)[0][0]
-        choice = dataclasses.replace(most, divided=divided | change, pipeline=change["parallel.pipeline"])
-        tried = (trials.option(overrides_of(plan, choice, kind, 1)) for kind in kinds)
-        option = next((each for each in tried if each and each.fits), None)
-        if option is None:  # more stages than layers, or too many activations
-            continue
-        if found and found[-1].step_s < option.step_s:
-            break
-        found.append(option)
-        fastest = choice, staged
-    if found and (best is None or found[-1].step_s < best.step_s):
-        choice, staged = fastest
-        for sizes in strategies_to_try(staged, False):
-            if not (sizes[0].strategy.replicates or sizes[0].strategy.in_groups):
-                new = _options_of([dataclasses.replace(choice, strategy=sizes[0].strategy)], trials, counts)
-                found += [option for option in new if option not in found]
-    return found
+def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast) -> Option:
+    fsdp = plan.recipe.fsdp
+    return Option(
+        overrides, fsdp.strategy, plan.shard_size, plan.recipe.train.micro_batch_size, plan.accumulation,
+        fsdp.activation_checkpointing, fsdp.cpu_offload, forecast.fits, forecast.tight, forecast.needed_bytes,
+        forecast.memory_bytes, forecast.host_bytes, forecast.step_s, forecast.compute_s, forecast.tokens_per_s,
+        forecast.mfu, not overrides, forecast.waiting_share,
+    )  # fmt: skip
 
 
 def _least_seconds(staged: Plan, best: Option) -> float:
@@ -410,14 +438,6 @@ def _least_seconds(staged: Plan, best: Option) -> float:
     micro_batches //= staged.groups_of_rows  # of one sequence: the most
     compute_s = best.compute_s * (1 if best.activation_checkpointing == "none" else FORWARD_BACKWARD)
     return compute_s * (micro_batches + groups - 1) / micro_batches
-
-
-def _fastest_choice(options: list[Option], plan: Plan) -> Choice:
-    """Return the choice of the fastest plan that fits without offload, else that which shards most."""
-    fitting = (option for option in ranked(options) if option.fits and not option.cpu_offload)
-    if best := next(fitting, None):
-        return Choice(best.strategy, best.shard_size, False)
-    return strategies_to_try(plan, False)[0][0]
 
 
 def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
@@ -437,71 +457,6 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     return state + gathered > memory
 
 
-class _Trials:
-    """Forecasts of plans, requested from several threads, and a record of them."""
-
-    def __init__(
-        self, plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], job: dict[str, Any],
-        progress: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self.plan, self._hardware, self._job, self._progress = plan, hardware, job, progress
-        self.own = _option(plan, {}, own)
-        self.tried: list[str] = []
-        self._made: dict[str, Option] = {}
-        self.failed: list[str] = []
-        self._refused: dict[tuple[str, int], str] = {}
-        self._divided: set[str] = set()  # keys of DIVIDED with which plans were forecast
-        self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
-        for request in requests:
-            self._free.put(request)
-
-    def option(self, overrides: dict[str, Any]) -> Option | None:
-        """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed.
-
-        None as well if the model refuses to be divided in this way, which is asked once.
-        """
-        if not overrides:
-            return self.own
-        if known := self._made.get(command_text(overrides)):
-            return known
-        divided = [(key, overrides[key]) for key in DIVIDED if overrides.get(key, 1) > 1]
-        if any(each in self._refused for each in divided):
-            return None
-        plan = varied(self.plan, overrides)
-        self.tried.append(command_text(overrides))
-        self._progress(len(self.tried))
-        request = self._free.get()  # waits for one if all are busy
-        try:
-            option = _option(plan, overrides, request(plan, self._hardware, **self._job))
-            self._made[command_text(overrides)] = option
-            self._divided.update(key for key, _ in divided)
-            return option
-        except FsdptrainError as error:
-            refused = {each: str(error) for each in divided if str(error).startswith(f"{each[0]}: ")}
-            self._refused |= refused
-            if refused:
-                return None
-            self.failed.append(f"{command_text(overrides)}: {error}")
-            return None
-        finally:
-            self._free.put(request)
-
-    def refusals(self) -> list[str]:
-        """Return the first refusal of each key with which no plan was forecast."""
-        first = {key: message for (key, _), message in reversed(self._refused.items()) if key not in self._divided}
-        return [*first.values()]
-
-
-def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast) -> Option:
-    fsdp = plan.recipe.fsdp
-    return Option(
-        overrides, fsdp.strategy, plan.shard_size, plan.recipe.train.micro_batch_size, plan.accumulation,
-        fsdp.activation_checkpointing, fsdp.cpu_offload, forecast.fits, forecast.tight, forecast.peak_bytes,
-        forecast.reserved_bytes, forecast.needed_bytes, forecast.memory_bytes, forecast.host_bytes, forecast.step_s,
-        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, not overrides, forecast.waiting_share,
-    )  # fmt: skip
-
-
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 
@@ -512,14 +467,12 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     micro-batch, more sharding. Then the last three together, then more ranks in a row, what layers keep in host memory,
     and all offload last.
     """
-    recipe, world = plan.recipe, plan.topology.world_size
-    fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
+    fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
     now = Choice(fsdp.strategy, plan.shard_size, fsdp.cpu_offload)
-    most = now  # the strategy that shards most
-    if world > 1:
-        most = Choice(strategies_to_try(plan, fsdp.cpu_offload)[0][0].strategy, world, fsdp.cpu_offload)
-    offloaded = Choice(most.strategy, world, plan.topology.device != "cpu")
-    smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
+    # The strategy that shards most: one rank shards nothing.
+    most = strategies_to_try(plan, fsdp.cpu_offload)[0][0] if plan.topology.world_size > 1 else now
+    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
+    smaller = max((size for size in micro_batches(plan, now) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
     choices = [
         (now, "full", micro),
@@ -538,7 +491,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
         overrides = overrides_of(plan, choice, recomputation, micro)
         if choice is offloaded:
             yield from (seen[-1] | change for change in changes_for_long_rows(plan))
-        if overrides not in seen:
+        if overrides not in seen and _is_valid(plan, overrides):
             seen.append(overrides)
             yield overrides
 
@@ -581,42 +534,35 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
     plan = plan.of_attempt(start)
     changes = [*changes_that_save_memory(plan)]
     hardware = hardware_of(start) if start else None
-    if hardware is None:
-        return ["no forecast: the card is not known", *_untried(changes)]
     deadline = time.monotonic() + LIMIT_S
     try:
+        if hardware is None:
+            raise FsdptrainError("the card is not known")
         own = request(plan, hardware, **job)
     except FsdptrainError as error:
-        return [f"no forecast: {error}", *_untried(changes)]
+        untried = [f"  {command_text(overrides)}" for overrides in changes[:SHOWN]]
+        return [f"no forecast: {error}", "overrides that need less memory:", *(untried or ["  none is left"])]
     lines = [f"forecast: {size(own.needed_bytes)} of {size(own.memory_bytes)}, the peak in the {own.moment}"]
     if own.fits and not own.tight:
         lines[0] += "; that fits, so look for another process on this GPU (nvidia-smi)"
-    fitting: list[tuple[dict[str, Any], Forecast]] = []
+    fitting, in_memory = list[str](), False
     for overrides in changes:
         if len(fitting) == SHOWN or time.monotonic() > deadline:
             break
         with contextlib.suppress(FsdptrainError):  # a change that cannot be forecast is passed over
-            forecast = request(varied(plan, overrides), hardware, **job)
+            changed = varied(plan, overrides)
+            forecast = request(changed, hardware, **job)
             if forecast.fits:
-                fitting.append((overrides, forecast))
+                need = f"{size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step"
+                fitting.append(f"  {command_text(overrides)}  ({need})")
+                in_memory = in_memory or not changed.recipe.fsdp.cpu_offload
     if fitting:
         lines.append("these overrides need less:" if own.fits else "with these overrides it would fit:")
-        for overrides, forecast in fitting:
-            need = f"{size(forecast.needed_bytes)}, {seconds(forecast.step_s)} s a step"
-            lines.append(f"  {command_text(overrides)}  ({need})")
-    else:
-        lines.append(NOTHING_FITS)
+    lines += fitting or [NOTHING_FITS]
     # Other kinds of training only where all that fits is offloaded, which is slow.
-    offloads = [overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting]
-    if all(offloads) and (note := other_kinds_note(plan)):
+    if not in_memory and (note := other_kinds_note(plan)):
         lines.append(note)
     return lines
-
-
-def _untried(changes: list[dict[str, Any]]) -> list[str]:
-    if not changes:
-        return ["no override of strategy, micro-batch, recomputation or offload would save memory"]
-    return ["overrides that need less memory:", *(f"  {command_text(overrides)}" for overrides in changes[:SHOWN])]
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain.config.optimizers import HALF
+from fsdptrain.config.schema import Parallel
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import trace as ledger
@@ -25,7 +26,6 @@ from fsdptrain.forecast.device import PRETEND
 from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.kept import kept_or_made
 from fsdptrain.forecast.kernels import NAMES, attention_kernels
-from fsdptrain.forecast.pipeline import simulated_places, time_stages
 from fsdptrain.forecast.simulation import progress
 from fsdptrain.forecast.trace import HOST, Collective, Kernel, Trace
 from fsdptrain.model import varlen
@@ -33,7 +33,7 @@ from fsdptrain.model.adapters import freeze, quantised_ids
 from fsdptrain.model.attention import choose_attention, flash_recommendation
 from fsdptrain.model.config import load_config
 from fsdptrain.model.expert_parallel import check_experts
-from fsdptrain.model.pipeline import check_stages
+from fsdptrain.model.pipeline import check_stages, layers_of_stages
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.tensor_parallel import check_layers
 from fsdptrain.model.units import bytes_in_host, model_flops, weights_of
@@ -46,9 +46,7 @@ from fsdptrain.text import seconds
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
 
-def estimate(
-    plan: Plan, config: PreTrainedConfig, hardware: Hardware, pretend: bool, drawing: Path | None = None
-) -> Forecast:
+def estimate(plan: Plan, config: PreTrainedConfig, hardware: Hardware, drawing: Path | None = None) -> Forecast:
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
     notes = []
     bare = None
@@ -79,11 +77,8 @@ def estimate(
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    device, places = PRETEND if pretend else HOST, simulated_places(model, parallel)
-    traces = {
-        place: simulate_by_depth(plan, config, model, pretend, hardware, masked, place)
-        for place in dict.fromkeys(places)
-    }
+    device, places = HOST if hardware.is_cpu else PRETEND, simulated_places(model, parallel)
+    traces = {place: simulate_by_depth(plan, config, model, hardware, masked, place) for place in dict.fromkeys(places)}
     memories = {place: memory_of(each, device, hardware) for place, each in traces.items()}
     fullest = max(memories, key=lambda place: memories[place]["reserved_bytes"] + memories[place]["overhead_bytes"])
     trace = traces[fullest]
@@ -109,7 +104,7 @@ def estimate(
         attention=" and ".join(attention),
         model_flops=useful_flops,
         hardware=hardware.name,
-        method="pretended accelerator" if pretend else "fake CPU",
+        method="fake CPU" if hardware.is_cpu else "pretended accelerator",
         notes=notes,
     )
 
@@ -118,6 +113,21 @@ def counted_model(plan: Plan, config: PreTrainedConfig) -> Any:
     """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
     compute = plan.recipe.fsdp.mixed_precision.param_dtype
     return freeze(skeleton(config, plan.recipe.model, compute), plan.recipe)
+
+
+def simulated_places(model: Any, parallel: Parallel) -> list[int]:
+    """Return for each place of a pipeline, and for one without, the place whose simulation stands for it.
+
+    The first has the embedding, and the activations of the most micro-batches, the last one the head. Of those between,
+    the first that has the most layers stands for all.
+    """
+    last = parallel.pipeline - 1
+    if last < 2:
+        return [*range(parallel.pipeline)]
+    stages = layers_of_stages(model, parallel)
+    layers = [sum(map(len, stages[place :: parallel.pipeline])) for place in range(parallel.pipeline)]
+    most = max(range(1, last), key=lambda place: layers[place])
+    return [0, *[most] * (last - 1), last]
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
@@ -181,7 +191,7 @@ def time_of(
     if len(places) > 1:
         message = next(each for each in traces[0].events if isinstance(each, Collective) and each.kind == "message")
         message_s = timing.collective_s(message, hardware, ranks)
-        timed, waiting = time_stages(plan.recipe.parallel, timings, places, plan.accumulation, message_s)
+        timed, waiting = timing.time_stages(plan.recipe.parallel, timings, places, plan.accumulation, message_s)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     spread, basis = hardware.spread, hardware.basis
     if basis in (CALIBRATED, SAME_CHIP) and (differs := beyond_runs(plan, traces[0], attention)):
@@ -238,7 +248,7 @@ def main() -> None:
                 config = AutoConfig.from_pretrained(folder)
             else:
                 config = load_config(plan, job.get("vocab_size"))
-            make = partial(estimate, config=config, hardware=hardware, pretend=job["pretend"], drawing=drawing)
+            make = partial(estimate, config=config, hardware=hardware, drawing=drawing)
             model = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
             forecast = make(plan) if drawing else kept_or_made(plan, model, hardware, make)
             send(dataclasses.asdict(forecast))

@@ -10,11 +10,11 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.config.schema import Recomputation
+from fsdptrain.config.schema import Parallel, Recomputation
 from fsdptrain.forecast.trace import (
     HOST_STREAM,
     Collective,
@@ -29,6 +29,7 @@ from fsdptrain.forecast.trace import (
     ring_bytes,
 )
 from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.pipeline import step_seconds
 
 LATENCY_S = 20e-6  # of every collective
 MOST_REPLAYED = 5  # numbers of micro-batches, from that which is simulated on
@@ -56,11 +57,12 @@ COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 class Timing:
     """Seconds of a step: in all, of compute alone, of communication alone, and of the host; and its FLOPs.
 
-    `passes_s` are those of all forward (True) and backward passes, with what they wait for in this rank.
+    `forward_s` and `backward_s` are those of all passes of a direction, with what they wait for in this rank.
     """
 
     step_s: float = 0.0
-    passes_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    forward_s: float = 0.0
+    backward_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
     host_s: float = 0.0
@@ -73,18 +75,14 @@ class Timing:
 
     def plus(self, other: Timing, times: int) -> Timing:
         """Return the sum of this and so many `times` the other."""
-        passes = {forward: value + times * other.passes_s[forward] for forward, value in self.passes_s.items()}
-        names = [each.name for each in dataclasses.fields(self) if each.name != "passes_s"]
-        return Timing(passes_s=passes, **{name: getattr(self, name) + times * getattr(other, name) for name in names})
+        return Timing(*(one + times * two for one, two in self._beside(other)))
 
     def equals(self, other: Timing) -> bool:
         """Return whether both are the same, but for what rounding makes of long steps."""
-        pairs = zip(self._numbers(), other._numbers(), strict=True)
-        return all(math.isclose(one, two, rel_tol=0, abs_tol=SAME_S) for one, two in pairs)
+        return all(math.isclose(one, two, rel_tol=0, abs_tol=SAME_S) for one, two in self._beside(other))
 
-    def _numbers(self) -> Iterator[float]:
-        for value in vars(self).values():
-            yield from value.values() if isinstance(value, dict) else [value]
+    def _beside(self, other: Timing) -> Iterator[tuple[Any, Any]]:
+        return zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
 
 
 def replay_step(trace: Trace, micro_batches: int, *machine: Any) -> Timing:
@@ -101,6 +99,25 @@ def replay_step(trace: Trace, micro_batches: int, *machine: Any) -> Timing:
     return replay_streams(trace.repeated(micro_batches), *machine)
 
 
+def time_stages(
+    parallel: Parallel, timings: Mapping[int, Timing], places: list[int], micro_batches: int, message_s: float
+) -> tuple[Timing, float]:
+    """Return the timing of a step of a pipeline, and the share of its passes in which ranks wait for one another.
+
+    `timings` are those of the simulated places as if they waited for nothing, `places` has for each place the one that
+    stands for it, and `message_s` are the seconds of a message. Each rank's passes of one direction count as equally
+    long.
+    """
+    passes = micro_batches * parallel.stages_of_rank
+    stages = [timings[places[stage % parallel.pipeline]] for stage in range(parallel.stages)]
+    seconds = {True: [each.forward_s / passes for each in stages], False: [each.backward_s / passes for each in stages]}
+    passes_s = step_seconds(parallel, seconds, micro_batches, message_s)
+    rest_s = max(each.step_s - (each.forward_s + each.backward_s) for each in timings.values())
+    busy_s = micro_batches * (sum(seconds[True]) + sum(seconds[False])) / parallel.pipeline
+    slowest = max(timings.values(), key=lambda each: each.step_s)
+    return dataclasses.replace(slowest, step_s=passes_s + rest_s), 1 - busy_s / passes_s
+
+
 def replay_streams(
     events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int, recompute_s: float = 0.0,
     compiled: bool = False,
@@ -113,7 +130,7 @@ def replay_streams(
     earliest when they are launched. On a CPU the host itself computes and communicates. In a collective between nodes
     each rank waits for the latest one, which delays all that follows: no compute hides that.
     """
-    timing = Timing()
+    timing, passes_s = Timing(), {True: 0.0, False: 0.0}
     clock: dict[int, float] = defaultdict(float)  # stream → seconds at which it is free
     event_s: dict[int, float] = {}  # event → seconds at which it happens
     links = _Links(clock, event_s)
@@ -144,7 +161,7 @@ def replay_streams(
                 host += seconds
                 continue
             host += hardware.hook_s
-            crosses = _nodes(event, ranks_per_node) > 1
+            crosses = event.nodes(ranks_per_node) > 1
             late += crosses * hardware.late_s * len(event.ranks)
             collectives.append(links.carry(event, crosses, seconds, host))
         elif isinstance(event, RecordEvent):
@@ -157,11 +174,12 @@ def replay_streams(
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
             now = host if hardware.is_cpu else clock[COMPUTE_STREAM]
             if forward is not None:
-                timing.passes_s[forward] += now - since
+                passes_s[forward] += now - since
             forward, since = PASSES.get(event.name.partition(" of ")[0]), now
         elif isinstance(event, Synchronize):
             host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])
     timing.step_s = max([host, *clock.values()]) + late
+    timing.forward_s, timing.backward_s = passes_s[True], passes_s[False]
     if hardware.is_cpu:
         timing.compute_s = timing.host_s
     return timing
@@ -237,14 +255,10 @@ def is_attention(kernel: Kernel) -> bool:
 
 def collective_s(collective: Collective, hardware: Hardware, ranks_per_node: int) -> float:
     """Return the seconds of a ring: the slower of the links inside the nodes and the links between them."""
-    ranks, nodes = len(collective.ranks), _nodes(collective, ranks_per_node)
+    ranks, nodes = len(collective.ranks), collective.nodes(ranks_per_node)
     if ranks == 1:
         return 0.0
     sent = ring_bytes(collective.kind, collective.size, ranks)
     inside = sent / hardware.intra_bw if ranks > nodes else 0.0
     between = sent * network_share(ranks, nodes) / hardware.inter_bw
     return max(inside, between) + LATENCY_S
-
-
-def _nodes(collective: Collective, ranks_per_node: int) -> int:
-    return len({rank // ranks_per_node for rank in collective.ranks})

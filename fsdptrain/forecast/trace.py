@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -67,6 +67,10 @@ class Collective(NamedTuple):
     size: int
     stream: int
     apart: bool = False
+
+    def nodes(self, ranks_per_node: int) -> int:
+        """Return on how many nodes its ranks are."""
+        return len({rank // ranks_per_node for rank in self.ranks})
 
 
 class RecordEvent(NamedTuple):
@@ -217,16 +221,13 @@ def network_share(ranks: int, nodes: int) -> float:
 
 def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
     """Count the collectives among the events, by kind, ranks and nodes."""
-    count: Counter[tuple[str, int, int]] = Counter()
-    size: Counter[tuple[str, int, int]] = Counter()
+    sizes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for event in events:
         if isinstance(event, Collective):
-            key = event.kind, len(event.ranks), len({rank // ranks_per_node for rank in event.ranks})
-            count[key] += 1
-            size[key] += event.size
+            sizes[event.kind, len(event.ranks), event.nodes(ranks_per_node)].append(event.size)
     found = []
-    for group in sorted(count):
-        kind, ranks, nodes = group
-        wire = ring_bytes(kind, size[group], ranks)
-        found.append(Traffic(*group, count[group], size[group], wire, int(wire * network_share(ranks, nodes))))
+    for (kind, ranks, nodes), each in sorted(sizes.items()):
+        wire = ring_bytes(kind, sum(each), ranks)
+        network = int(wire * network_share(ranks, nodes))
+        found.append(Traffic(kind, ranks, nodes, len(each), sum(each), wire, network))
     return found

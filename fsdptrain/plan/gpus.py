@@ -41,27 +41,23 @@ WSL_TOOLS = "usr/lib/wsl/lib"  # where WSL2 keeps nvidia-smi, often outside of P
 
 def untested_versions(installed: dict[str, str] | None = None) -> list[str]:
     """Return a warning for each library outside of its tested range; `installed` is library → version."""
-    found = installed or {name: version(name) for name in TESTED}
-    return [
-        f"{name} {found[name]} was not tested with fsdptrain: private functions of {name} may have changed, so that "
-        f"training fails or computes something else; install {way_out}"
-        for name in TESTED
-        if (way_out := _way_out(name, found[name]))
-    ]
+    found, notes = installed or {name: version(name) for name in TESTED}, []
+    for name, limits in TESTED.items():
+        way_out = '"{}>={},<{}"'.format(name, *limits)
+        if _is_tested(name, found[name]):
+            if name != "torch" or _numbers(found[name]) in map(_numbers, READ_TORCH):
+                continue
+            way_out = f"torch {', '.join(READ_TORCH[:-1])} or {READ_TORCH[-1]}"
+        notes.append(
+            f"{name} {found[name]} was not tested with fsdptrain: private functions of {name} may have changed, so "
+            f"that training fails or computes something else; install {way_out}"
+        )
+    return notes
 
 
 def _is_tested(name: str, installed: str) -> bool:
     first, end = TESTED[name]
     return _numbers(first) <= _numbers(installed) < _numbers(end)
-
-
-def _way_out(name: str, installed: str) -> str | None:
-    """Return which version to install in place of an untested one; None for a tested one."""
-    if not _is_tested(name, installed):
-        return '"{}>={},<{}"'.format(name, *TESTED[name])
-    if name == "torch" and _numbers(installed) not in map(_numbers, READ_TORCH):
-        return f"torch {', '.join(READ_TORCH[:-1])} or {READ_TORCH[-1]}"
-    return None
 
 
 def _numbers(version_text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ docs/calibration.md has the errors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import RecipeError
 from fsdptrain.text import GIB
 
 CALIBRATED = "calibrated on published runs"
@@ -252,15 +253,6 @@ def parse_hardware(text: str) -> HardwareChoice:
     return HardwareChoice(count, chosen, note, nodes)
 
 
-def cards_named_in(text: str) -> str:
-    """Return the cards that a recipe's text names, as `--hardware` takes them; if it names none, 8 H100s."""
-    if given := re.search(r"--hardware[ =](\S+)", text):
-        return given[1]
-    plain = f"-{re.sub('([^a-z0-9]|rtx|(?<=[0-9])x(?=[a-z]))+', '-', text.lower())}-"
-    named = (known for known in KNOWN if f"-{'-'.join(_model_words(known))}-" in plain)
-    return next(named, "8xh100-80gb")
-
-
 def _name_words(name: str) -> list[str]:
     """Return the words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))
@@ -286,19 +278,12 @@ def _unknown_hardware_message(text: str, name: str) -> str:
 
 
 def _custom_hardware(text: str) -> Hardware:
-    pairs = dict(pair.partition("=")[::2] for pair in text.split(","))
-    problems = [Problem(f"{key!r} is not one of {', '.join(CUSTOM)}", "--hardware") for key in pairs.keys() - {*CUSTOM}]
-    problems += [Problem(f"needs {key}=…", "--hardware") for key in CUSTOM if key not in pairs]
     numbers: dict[str, float] = {}
-    for key, value in pairs.items():
-        try:
-            numbers[key] = float(value)
-        except ValueError:
-            numbers[key] = 0.0
-        if not 0 < numbers[key] < float("inf"):
-            problems.append(Problem(f"{key}: {value!r} is not a number above 0 (bytes, FLOP/s, bytes/s)", "--hardware"))
-    if problems:
-        raise RecipeError(problems)
+    with contextlib.suppress(ValueError):
+        numbers = {key: float(value) for key, _, value in (pair.partition("=") for pair in text.split(","))}
+    if numbers.keys() != {*CUSTOM} or not all(0 < number < float("inf") for number in numbers.values()):
+        wanted = ",".join(f"{key}=…" for key in CUSTOM)
+        raise RecipeError(f"--hardware: {text!r}: expected {wanted}: numbers above 0 (bytes, FLOP/s, bytes/s)")
     near = KNOWN["h100-80gb"]  # the shares, and the figures that were not given, are this card's
     bandwidth = near.memory_bw * numbers["flops"] / near.flops
     return dataclasses.replace(

@@ -37,12 +37,9 @@ def local_end(host: str) -> LocalEnd | None:
     cannot reach. Then it is the interface of the default route, or the only one besides loopback.
     """
     interfaces = dict(_addresses())
-    if host == "localhost" or is_loopback(host):  # all nodes are on this machine
-        return _end(_source(host), interfaces)
     address = _source(host)
-    if address is None:
-        return None
-    if not is_loopback(address):
+    all_here = host == "localhost" or is_loopback(host)
+    if all_here or address is None or not is_loopback(address):
         return _end(address, interfaces)
     for elsewhere in ANYWHERE:
         if found := _end(_source(elsewhere), interfaces):

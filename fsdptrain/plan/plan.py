@@ -82,14 +82,9 @@ class Counts:
             quantised=sum(weight.numel for weight in weights if weight.quantised),
         )
 
-    @property
-    def frozen(self) -> int:
-        """The number of parameters that are not trained."""
-        return self.all - self.trained
-
     def of_frozen(self) -> Counts:
         """Return the numbers without what is trained."""
-        return Counts(self.frozen, 0, 0, self.quantised)
+        return Counts(self.all - self.trained, 0, 0, self.quantised)
 
 
 HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
@@ -333,8 +328,7 @@ class Plan:
         counts = {each.groups_of_rows for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
         most = sequences // unit * unit
-        power = unit << max(0, (most // unit).bit_length() - 1)
-        way_out = f"use {most} or less" + (f", such as {power}" if power < most else "")
+        way_out = f"use {most} or less"
         if not most:  # less than one micro-batch for every rank
             way_out = "use fewer ranks, a smaller train.micro_batch_size or data.seq_len, or more data"
         message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {sequences:,}: {way_out}"
@@ -348,10 +342,8 @@ class Plan:
             notes = [f"eval.patience: {patience} ends no run that has only {counted(evaluations, 'evaluation')}"]
         size, times = train.global_batch_size, train.global_batch_size / sequences
         if train.steps is None and steps < FEW_STEPS:
-            few = (
-                f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
-            )
-            notes.append(few)
+            few = f"only {counted(steps, 'optimizer step')} in all"
+            notes.append(f"{few}: a smaller train.global_batch_size makes more of them")
         elif train.steps is not None and times > 1:
             notes.append(f"a step of {size} sequences reads the data ({sequences:,} sequences) {times:.1f} times")
         return notes
@@ -478,14 +470,14 @@ def draft_plan(
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
     recipe, faults = with_chat_template(recipe, written.folder)
     problems += faults
-    problems += elastic_problems(recipe, topology) or _division_problems(recipe, topology)
+    problems += layout_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
-    if trust_remote_code and recipe.model.id is None:
-        problems.append(Problem("has no effect without model.id", "--trust-remote-code"))
-    elif trust_remote_code and (fault := unpinned_code(str(recipe.model.id), recipe.model.revision)):
-        problems.append(Problem(fault, "model.revision"))
-    if trust_remote_code and recipe.teacher.id and (fault := unpinned_code(recipe.teacher.id, recipe.teacher.revision)):
-        problems.append(Problem(fault, "teacher.revision"))
+    if trust_remote_code:
+        if recipe.model.id is None:
+            problems.append(Problem("has no effect without model.id", "--trust-remote-code"))
+        for section, each in (("model", recipe.model), ("teacher", recipe.teacher)):
+            if each.id and (fault := unpinned_code(each.id, each.revision)):
+                problems.append(Problem(fault, f"{section}.revision"))
     # Data on the Hub is read at data.revision, as part of its path.
     held_out = recipe.data.eval or {}
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
@@ -584,13 +576,13 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
 
 
-def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed.
+def layout_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that rows, batches and copies of the model divide among the ranks, on every number of nodes of a range.
 
     `topology` may be that of an attempt, with fewer nodes.
     """
     if topology.least_nnodes is None:
-        return []
+        return _division_problems(recipe, topology)
     if not recipe.launch.max_restarts:
         message = "has no effect without launch.max_restarts: after a node is lost, the others go on by a restart"
         return [Problem(message, "launch.nnodes")]
@@ -610,58 +602,57 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 
 def _division_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Check that rows, batches and copies of the model divide among the ranks."""
-    train, parallel, every = recipe.train, recipe.parallel, topology.world_size
-    world, node = every // parallel.pipeline, topology.nproc_per_node
-    if problem := _pipeline_problem(recipe, topology):
-        return [problem]
-    node = min(node, world)  # of a pipeline, the ranks of a node that have the same layers
-    problems, unit, shared = [], _sequences(recipe, world), parallel.ranks_of_row
-    near = ", ".join(str(n) for n in range(1, min(node, 1024) + 1) if node % n == 0)
-    of_node = f"the {node} ranks of a node; use one of {near}"
+    train, parallel, every, node = recipe.train, recipe.parallel, topology.world_size, topology.nproc_per_node
+    # Each stage of a pipeline is on as many ranks: on whole nodes, or on an equal part of one.
+    pipeline, of_every = parallel.pipeline, f"{every} ranks"
+    even = [n for n in _divisors(every) if _are_whole(every // n, node)]
+    if pipeline not in even:
+        return [_refused("parallel.pipeline", pipeline, of_every, even)]
+    world = every // pipeline
+    node = min(node, world)  # the ranks of a node that have the same layers
+    unit, shared, problems = _sequences(recipe, world), parallel.ranks_of_row, list[Problem]()
+    if parallel.stages_of_rank > 1 and (batches := train.global_batch_size // (unit or 1)) % pipeline:
+        message = (
+            f"interleaved needs a multiple of {pipeline} micro-batches a step, as many as parallel.pipeline, "
+            f"and there are {batches}; change train.global_batch_size, or use 1f1b"
+        )
+        return [Problem(message, "parallel.schedule")]
     # The ranks that share a row are on one node, or on several whole ones; those that divide layers are on one.
+    of_node, of_world = f"the {node} ranks of a node", f"{world} ranks"
     if node % parallel.tensor:
-        problems.append(Problem(f"{parallel.tensor} does not divide {of_node}", "parallel.tensor"))
-    elif node % shared and (shared % node or world % shared):
+        problems.append(_refused("parallel.tensor", parallel.tensor, of_node, _divisors(node)))
+    elif world % shared or not _are_whole(shared, node):
         product = f"{parallel.context} × parallel.tensor {parallel.tensor}" if parallel.tensor > 1 else shared
-        problems.append(Problem(f"{product} does not divide {of_node}", "parallel.context"))
+        problems.append(_refused("parallel.context", product, of_node, _divisors(node)))
     elif train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit
         near = " or ".join(str(size) for size in (below, below + unit) if size)
         divide = ("context", "tensor", "pipeline")
         keys = [f" / parallel.{key} {n}" for key in divide if (n := getattr(parallel, key)) > 1]
-        ranks = "".join([f"{every} ranks", *keys])
         message = (
-            f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of "
+            f"{train.global_batch_size} sequences do not divide over {''.join([of_every, *keys])} × micro-batches of "
             f"{train.micro_batch_size}; use {near}"
         )
         problems.append(Problem(message, "train.global_batch_size"))
-    size = _shard_size(recipe, topology)
+    size, whole = _shard_size(recipe, topology), [n for n in _divisors(world) if _are_whole(n, node)]
     if world % size:
-        near = ", ".join(str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0)
-        problems.append(Problem(f"{size} does not divide {world} ranks; use one of {near}", "fsdp.shard_size"))
-    experts = parallel.experts
-    if world % experts or (node % experts and experts % node):
-        near = ", ".join(str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0 == min(node % n, n % node))
-        problems.append(Problem(f"{experts} does not divide {world} ranks; use one of {near}", "parallel.experts"))
+        problems.append(_refused("fsdp.shard_size", size, of_world, _divisors(world)))
+    if parallel.experts not in whole:
+        problems.append(_refused("parallel.experts", parallel.experts, of_world, whole))
     return problems
 
 
-def _pipeline_problem(recipe: Recipe, topology: Topology) -> Problem | None:
-    """Check that each stage of a pipeline is on as many ranks: on whole nodes, or on an equal part of one."""
-    parallel, node, world = recipe.parallel, topology.nproc_per_node, topology.world_size
-    fits = [n for n in range(1, min(world, 1024) + 1) if world % n == 0 == min(world // n % node, node % (world // n))]
-    if parallel.pipeline not in fits:
-        near = ", ".join(map(str, fits))
-        return Problem(f"{parallel.pipeline} does not divide {world} ranks; use one of {near}", "parallel.pipeline")
-    batches = recipe.train.global_batch_size // (_sequences(recipe, world // parallel.pipeline) or 1)
-    if parallel.stages_of_rank > 1 and batches % parallel.pipeline:
-        message = (
-            f"interleaved needs a multiple of {parallel.pipeline} micro-batches a step, as many as parallel.pipeline, "
-            f"and there are {batches}; change train.global_batch_size, or use 1f1b"
-        )
-        return Problem(message, "parallel.schedule")
-    return None
+def _divisors(ranks: int) -> list[int]:
+    return [n for n in range(1, ranks + 1) if ranks % n == 0]
+
+
+def _are_whole(ranks: int, node: int) -> bool:
+    """Return whether groups of so many consecutive ranks are equal parts of a node, or whole nodes."""
+    return node % ranks == 0 or ranks % node == 0
+
+
+def _refused(key: str, value: object, ranks: str, near: list[int]) -> Problem:
+    return Problem(f"{value} does not divide {ranks}; use one of {', '.join(map(str, near))}", key)
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:

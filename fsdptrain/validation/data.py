@@ -236,7 +236,7 @@ def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, A
 
 
 def _show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str = "") -> None:
-    """Add the lines of the rows of a source: counts, and a histogram of their lengths."""
+    """Add the lines of the rows of a source: counts, a histogram of their lengths, and the first row."""
     lengths = packed["lengths"]
     beyond = {
         "continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split",
@@ -255,14 +255,14 @@ def _show_rows(data: Data, packed: dict[str, Any], findings: Findings, name: str
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    findings.add_lines(HEADING, f"{name}the first row, trained parts in ⟦ ⟧:\n{packed['example']}")
 
 
 def _show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
-    """Add what is known of the packed rows: of each source its rows and an example, and the sequences in all."""
+    """Add what is known of the packed rows: those of each source, and the sequences in all."""
     data, sources = plan.recipe.data, packed.get("sources", [])
-    for source, each in zip(plan.sources, sources, strict=False):
-        _show_rows(source.data, each, findings, f"{source.name}: ")
-        findings.add_lines(HEADING, f"its first row, trained parts in ⟦ ⟧:\n{each['example']}")
+    for source, each in zip(plan.sources, sources or [packed], strict=True):
+        _show_rows(source.data, each, findings, f"{source.name}: " if sources else "")
     if sources:
         header = ["source", "sequences", "filled", "share", "of tokens", "of trained tokens", "read"]
         table = [
@@ -274,8 +274,6 @@ def _show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> N
             for each in sources
         ]  # fmt: skip
         findings.add_item(HEADING, "table", header=header, rows=table)
-    else:
-        _show_rows(data, packed, findings)
     mixed, of_epoch = "", " in an epoch" if sources else ""
     if data.packing != "none" and not sources:
         mixed = f", {packed['rows_per_sequence']:.1f} rows per sequence"
@@ -286,8 +284,6 @@ def _show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> N
         f"{packed['steps_per_epoch']:,.1f} steps per epoch, {packed['steps']:,} in total; "
         f"{size(packed['prepared_bytes'])} in the cache",
     )
-    if not sources:
-        findings.add_lines(HEADING, f"the first row, trained parts in ⟦ ⟧:\n{packed['example']}")
 
 
 def choose(plan: Plan, findings: Findings) -> Plan:

@@ -14,30 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from fsdptrain.checkpoint.nodes import existing_parent
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.forecast import render
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
-from fsdptrain.forecast.render import (
-    ADVICE_HEADER,
-    ADVICE_TITLES,
-    MEMORY_HEADER,
-    TRAFFIC_HEADER,
-    advice_lines,
-    advice_rows,
-    does_not_fit_error,
-    memory_lines,
-    memory_rows,
-    shown_options,
-    time_lines,
-    traffic_lines,
-    traffic_rows,
-    verdict,
-)
 from fsdptrain.forecast.search import override_words, search
 from fsdptrain.launch.run_lock import check_run_dir
 from fsdptrain.model.attention import installed_flash
@@ -83,7 +67,7 @@ def dry_run(request: Request, findings: Findings, *forecasters: Forecaster) -> N
             with findings.continue_on_error():
                 check_teacher(plan, vocab_size, hardware.memory if hardware else 0, findings)
             if forecasters and not request.problems:
-                check_step(request, vocab_size, steps, findings, forecasters)
+                check_step(request, hardware, vocab_size, steps, findings, forecasters)
 
 
 def _check_machine(plan: Plan, findings: Findings) -> None:
@@ -105,8 +89,7 @@ def _check_machine(plan: Plan, findings: Findings) -> None:
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     findings.add_lines(
         "This machine",
-        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"{' and '.join(machine['backends'])}",
+        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}",
     )
 
 
@@ -122,11 +105,6 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         },
-        "backends": [
-            name
-            for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-            if available
-        ],
         "attention": {"kernel": kernel, "available": attention_available(kernel)},
     }
 
@@ -151,9 +129,6 @@ def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainErro
     kernel = machine["attention"]["kernel"]
     if fault := gpu_fault(plan.topology, len(machine["gpus"]), os.environ):
         yield RecipeError(fault)
-    for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
-        if name not in machine["backends"]:
-            yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
     if not machine["attention"]["available"]:
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU of compute "
@@ -203,6 +178,7 @@ def _check_plan(plan: Plan, findings: Findings) -> None:
 
 def check_step(
     request: Request,
+    hardware: Hardware | None,
     vocab_size: int | None,
     steps: int | None,
     findings: Findings,
@@ -213,7 +189,7 @@ def check_step(
     Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
     """
     # Without the figures of the card, or on a card without units for the recipe's dtypes, there is nothing to simulate.
-    plan, hardware = request.plan, request.hardware or hardware_here(request.plan)
+    plan = request.plan
     if hardware is None:
         if torch.cuda.is_available():  # else there is a problem already
             findings.add_note(
@@ -236,7 +212,9 @@ def check_step(
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     _show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=request.advise))
+        findings.add_problem(
+            render.does_not_fit_error(render.verdict(findings.step, plan), plan, searched=request.advise)
+        )
     _check_least_nodes(plan, hardware, vocab_size, findings, forecasters[0])
     if request.plot:
         findings.step["plot"] = request.plot
@@ -258,21 +236,23 @@ def _check_least_nodes(
     step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
     findings.step["on_least_nodes"] = step
     nodes = counted(fewest.topology.nnodes, "node")
-    findings.add_lines(MEMORY, f"on {nodes}, if others are lost: {verdict(step, fewest)}")
+    findings.add_lines(MEMORY, f"on {nodes}, if others are lost: {render.verdict(step, fewest)}")
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(f"on {nodes}, {verdict(step, fewest)}", fewest, searched=False))
+        findings.add_problem(
+            render.does_not_fit_error(f"on {nodes}, {render.verdict(step, fewest)}", fewest, searched=False)
+        )
 
 
 def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
     """Add the lines, tables and bars of a forecast, and its one-line verdict."""
-    findings.add_lines(MEMORY, *memory_lines(forecast))
-    findings.add_item(MEMORY, "table", header=MEMORY_HEADER, rows=memory_rows(forecast))
-    rows = traffic_rows(forecast)
+    findings.add_lines(MEMORY, *render.memory_lines(forecast))
+    findings.add_item(MEMORY, "table", header=render.MEMORY_HEADER, rows=render.memory_rows(forecast))
+    rows = render.traffic_rows(forecast)
     if rows:
-        findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
-    findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
+        findings.add_item(COMMUNICATION, "table", header=render.TRAFFIC_HEADER, rows=rows)
+    findings.add_lines(COMMUNICATION, *render.traffic_lines(forecast))
     if forecast.fits or plan.topology.device != "cpu":  # else it is most probably a recipe for GPUs
-        findings.add_lines("Time", *time_lines(forecast, plan, cost))
+        findings.add_lines("Time", *render.time_lines(forecast, plan, cost))
         if "sequences" in (data := findings.levels.get("data", {})):
             findings.add_lines("Time", *times_beside_steps(forecast.step_s, plan, data))
             if teacher := findings.levels.get("teacher"):
@@ -281,7 +261,7 @@ def _show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], finding
                 findings.add_lines(
                     "Time", f"before step 1, the teacher reads {tokens:,} tokens: about {duration(teacher_s)}"
                 )
-    findings.forecast = verdict(findings.step, plan)
+    findings.forecast = render.verdict(findings.step, plan)
 
 
 def times_beside_steps(step_s: float, plan: Plan, data: Mapping[str, Any]) -> Iterator[str]:
@@ -318,9 +298,11 @@ def _advise(
         vocab_size=vocab_size,
     )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
-    findings.add_lines(ADVICE, *advice_lines(advice))
-    options = shown_options(advice.options)
-    findings.add_item(ADVICE, "table", header=ADVICE_HEADER, rows=advice_rows(options), titles=ADVICE_TITLES)
+    findings.add_lines(ADVICE, *render.advice_lines(advice))
+    options = render.shown_options(advice.options)
+    findings.add_item(
+        ADVICE, "table", header=render.ADVICE_HEADER, rows=render.advice_rows(options), titles=render.ADVICE_TITLES
+    )
     commands = [(number, option) for number, option in enumerate(options, 1) if not option.own]
     if commands:
         findings.add_lines(ADVICE, "append the overrides of a plan to the command:")

@@ -111,7 +111,7 @@ class Findings:
         for text in map(str, error.problems if isinstance(error, RecipeError) else [error]):
             if this_machine_only and self.elsewhere:
                 self.add_note(f"not checked here: {text}")
-                name = UNCHECKED.get(text.partition(":")[0], "build of torch")
+                name = UNCHECKED.get(text.partition(":")[0], "limits of this machine")
                 name += " (no Hub)" if HUB_UNREACHABLE in text else ""
                 if name not in self.unchecked:
                     self.unchecked.append(name)

@@ -56,7 +56,7 @@ data:
 {forecast}fsdp:
   strategy: {keys[fsdp.strategy]} # one of {strategies}
   activation_checkpointing: {keys[fsdp.activation_checkpointing]} # selective or full: less memory, more time
-{fsdp}
+{fsdp}{parallel}
 optim: {{lr: {rate}}}
 train:
 {objective}  epochs: {keys[train.epochs]}
@@ -88,11 +88,11 @@ class Starter:
         if self.held_out:
             held_out, every = f"eval: {{path: {yaml_text(self.held_out)}}}", every or written["checkpoint.every"]
         extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
-        fsdp = [  # the other keys that a search has set
-            f"  {path.removeprefix('fsdp.')}: {written[path]}\n"
-            for path, value in keys.items()
-            if path.startswith("fsdp.") and f"{{keys[{path}]}}" not in RECIPE and value is not None
-        ]
+        more = {"fsdp": "", "parallel": ""}  # the other keys that a search has set
+        for path, value in keys.items():
+            section, _, name = path.partition(".")
+            if section in more and f"{{keys[{path}]}}" not in RECIPE and value is not None:
+                more[section] += f"  {name}: {written[path]}\n"
         stems = Path(self.model.rstrip("/")).name, Path(places(self.path)[0].rstrip("/")).name.partition(".")[0]
         name = re.sub(r"[^a-z0-9.]+", "-", "-".join(stems).lower()).strip("-.")
         rate, objective = "2e-5", ""
@@ -111,7 +111,8 @@ class Starter:
             held_out=held_out,
             forecast="".join(f"# {line}\n" for line in forecast),
             strategies=", ".join(Strategy),
-            fsdp="".join(fsdp),
+            fsdp=more["fsdp"],
+            parallel=more["parallel"] and f"parallel:\n{more['parallel']}",
             rate=rate,
             objective=objective,
         )

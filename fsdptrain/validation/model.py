@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from fsdptrain.data.teacher import bytes_of_label
 from fsdptrain.errors import DoesNotFit
 from fsdptrain.model.adapters import quantised_ids, saved_tensors, without_adapters
 from fsdptrain.model.attention import card_obstacle
-from fsdptrain.model.parts import Part
 from fsdptrain.model.pipeline import layers_of_stages
 from fsdptrain.model.units import (
     Unit,
@@ -122,8 +122,8 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
         kept.append("in host memory")
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
-    parts = divided_parts(plan, model)
-    rows = [_describe_unit(plan, *unit, packed, parts) for unit in owned]
+    own = own_parts(plan, model)
+    rows = [_describe_unit(plan, *unit, packed, own) for unit in owned]
     weights = weights_of(model, packed).values()
     first: dict[int, str] = {}
     shared = []  # further names of tied parameters
@@ -157,15 +157,17 @@ def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dic
     }
 
 
-def divided_parts(plan: Plan, model: PreTrainedModel) -> dict[int, Part]:
-    """Return the parts that ranks have of the parameters of a skeleton, by their ids; {} if nothing is divided."""
-    if not plan.division_text:
-        return {}
-    with without_adapters(model):
-        twin: Any = copy.deepcopy(model)
-    divide(twin, plan.recipe, 0)
-    names = {base_name(name): id(param) for name, param in model.named_parameters()}
-    return {names[name]: part for name, part in twin.parts.items()}
+def own_parts(plan: Plan, model: PreTrainedModel) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Return the shape that a rank has of each parameter of a skeleton, and over how many ranks that is sharded."""
+    own: dict[int, tuple[tuple[int, ...], int]] = {id(p): (tuple(p.shape), plan.shard_size) for p in model.parameters()}
+    if plan.division_text:
+        with without_adapters(model):
+            twin: Any = copy.deepcopy(model)
+        divide(twin, plan.recipe, 0)
+        names = {base_name(name): id(param) for name, param in model.named_parameters()}
+        for name, part in twin.parts.items():
+            own[names[name]] = tuple(twin.get_parameter(name).shape), max(1, plan.shard_size // part.ranks)
+    return own
 
 
 def _saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
@@ -186,32 +188,27 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
 
 def _describe_unit(
     plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int],
-    parts: dict[int, Part],
+    own: dict[int, tuple[tuple[int, ...], int]],
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is shown of a unit: its parameters, its largest shard, and the bytes that are gathered.
 
-    `packed` are the ids of parameters that will be quantised. FSDP2 shards dimension 0 in chunks of ceil(rows / ranks)
-    rows, so rank 0 always has a largest shard.
+    `packed` are the ids of parameters that will be quantised, `own` are the `own_parts`. FSDP2 shards dimension 0 in
+    chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
-    itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
-    shards = 0.0
-    numel = {id(param): param.numel() // (parts[id(param)].count if id(param) in parts else 1) for param in params}
+    shards = gathered = 0.0
     for param in params:
-        rows, ranks, part = param.shape[0] if param.ndim else 1, plan.shard_size, parts.get(id(param))
-        if part:
-            rows //= part.count if part.dim == -param.ndim else 1
-            ranks = max(1, ranks // part.ranks)
-        shards += -(-rows // ranks) * (numel[id(param)] // rows) * itemsize[id(param)]
-    gathered = [param for param in params if not (plan.has_whole_shards and param.dtype == compute)]
+        (rows, *row), ranks = own[id(param)][0] or (1,), own[id(param)][1]
+        numbers, is_packed = math.prod(row), id(param) in packed
+        shards += -(-rows // ranks) * numbers * (NF4_BYTES if is_packed else param.itemsize)
+        if not (plan.has_whole_shards and param.dtype == compute):
+            gathered += rows * numbers * (NF4_BYTES if is_packed else compute.itemsize)
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
         "shard_bytes": int(shards),
-        "gathered_bytes": int(
-            sum(numel[id(p)] * (NF4_BYTES if id(p) in packed else compute.itemsize) for p in gathered)
-        ),
+        "gathered_bytes": int(gathered),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
 

@@ -128,11 +128,7 @@ def check_ranks(request: Request) -> Outcome:
             changes = describe_changes(plan_changes(json.loads(answers[0]["plan"]), plan))
             seen = {"changes": changes, "shares_output": sees(answers[0].get("file", ""))}
         both = zip(answers, ranks.exchange("seen", seen), strict=True)
-        nodes = [
-            Node(plan=answer.pop("digest"), **{name: answer[name] for name in OWN_FIELDS}, **more)
-            for answer, more in both
-            if answer
-        ]
+        nodes = [Node(**answer["node"], **more) for answer, more in both if answer]
     findings = Findings()
     for note in request.notes:
         findings.add_note(note)
@@ -159,11 +155,8 @@ def check_ranks(request: Request) -> Outcome:
     return findings.outcome()
 
 
-OWN_FIELDS = ("host", "ranks", "data", "gpus", "problems")  # of a Node, which it finds out alone
-
-
 def _describe_node(request: Request) -> dict[str, Any]:
-    """Return what this process finds out about its node alone: OWN_FIELDS, the plan and its digest."""
+    """Return what this process finds out about its node alone: its plan, and fields of a Node."""
     plan, data = request.plan, None
     errors: list[FsdptrainError] = [RecipeError(problem) for problem in request.problems]
     errors += [RecipeError(str(problem)) for problem in model_name_problems(plan.recipe)]
@@ -176,11 +169,12 @@ def _describe_node(request: Request) -> dict[str, Any]:
     except (FsdptrainError, OSError) as error:
         errors.append(as_fsdptrain_error(error))
     count = torch.cuda.device_count() if plan.topology.device == "cuda" else 0
-    return {
-        "host": socket.gethostname(), "ranks": plan.topology.nproc_per_node, "plan": plan.shared().to_json(),
-        "digest": plan.digest(), "data": data, "problems": [*map(to_record, errors)],
+    node = {
+        "host": socket.gethostname(), "ranks": plan.topology.nproc_per_node, "plan": plan.digest(), "data": data,
         "gpus": [torch.cuda.get_device_properties(n).name.removeprefix("NVIDIA ") for n in range(count)],
+        "problems": [*map(to_record, errors)],
     }  # fmt: skip
+    return {"node": node, "plan": plan.shared().to_json()}
 
 
 def node_names(nodes: Sequence[Node]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ask for a dry run, which a child process makes (`process`), or for a look at the nodes (`here`), and show progress.
+"""Ask for a dry run, which a child process makes (`main`), or for a look at the nodes (`check_here`); show progress.
 
 This module imports no torch, so that progress is shown while the child imports it. The child gets the request, and
 answers with records of progress and the outcome last.
@@ -20,17 +20,19 @@ from typing import Any
 
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
+from fsdptrain.forecast.forecaster import Forecaster
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.plan.gpus import untested_versions
 from fsdptrain.plan.hardware import Hardware, parse_hardware
 from fsdptrain.plan.network import address_of, is_loopback
 from fsdptrain.plan.plan import ONLY_TEACHER, Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
-from fsdptrain.processes import Child, StopRequest
+from fsdptrain.processes import Child, StopRequest, answer_parent, import_and_freeze, records_of_parent
 from fsdptrain.report.run_banner import nodes_allowed
-from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validation.findings import Outcome
+
+MOST_FORECASTERS, CORES_OF_FORECASTER = 4, 2  # of a search; there are two at least
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def make_request(
 
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
     """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
-    with Child("fsdptrain.validation.process") as child:
+    with Child(__name__) as child:
         with contextlib.ExitStack() as stage:
             stage.enter_context(_busy(screen, "starting"))
             child.send(request.to_record())
@@ -109,6 +111,20 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
         if child.killed:
             raise WorkerError(f"the dry run was {child.killed}")
         raise FsdptrainError(f"the dry run ended with exit code {child.code} and no result; see its output above")
+
+
+def main() -> None:
+    """Answer the request of the parent with records of progress, and the outcome last.
+
+    The processes that forecast start to import before this one imports torch: each takes seconds.
+    """
+    send = answer_parent()
+    request = Request.from_record(next(records_of_parent()))
+    of_search = max(2, min(MOST_FORECASTERS, (os.cpu_count() or 1) // CORES_OF_FORECASTER))
+    count = 0 if not request.build else of_search if request.advise else 1
+    with contextlib.ExitStack() as stack:
+        forecasters = [stack.enter_context(Forecaster()) for _ in range(count)]
+        import_and_freeze("fsdptrain.validation.dry_run").answer(request, forecasters, send)
 
 
 REQUEST, OUTCOME = "request.json", "outcome.json"  # what `check_here` gives to the workers and gets from them
@@ -132,38 +148,14 @@ def check_here(request: Request, screen: Screen) -> Outcome:
             )
     if topology.nnodes == 1 and request.problems:  # no other node waits for this one
         raise RecipeError([Problem(problem) for problem in request.problems])
-    with _scratch_folder() as scratch:
-        return _check_in(scratch, request, screen)
-
-
-@contextlib.contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    """Yield a folder that is removed afterwards, except where the message of an error names a log in it."""
-    folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
-    try:
-        yield folder
-    except BaseException as error:
-        named = str(folder) in str(error)
-        raise
-    finally:
-        if not named:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
-    """Start the workers with this folder as their run folder, and return what they found out."""
-    topology, rundir = request.plan.topology, RunDir(scratch)
-    rundir.logs.mkdir()
     # torchrun's agents meet under the name of the recipe, which may differ between the nodes.
     recipe = dataclasses.replace(request.plan.recipe, name="fsdptrain-validate")
-    plan = dataclasses.replace(request.plan, recipe=recipe, run_dir=str(scratch))
-    rundir.plan.write_text(plan.to_json(), encoding="utf-8")
-    (scratch / REQUEST).write_text(json.dumps(request.to_record()), encoding="utf-8")
-    with StopRequest() as stop:
+    with _in_scratch_folder(dataclasses.replace(request.plan, recipe=recipe)) as plan, StopRequest() as stop:
+        scratch, log = plan.rundir.root, plan.rundir.launcher_log
+        (scratch / REQUEST).write_text(json.dumps(request.to_record()), encoding="utf-8")
         try:
             Attempt(plan, screen, stop, worker="check").run()
         except WorkerError:
-            log = rundir.launcher_log
             if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
                 raise WorkerError(
                     f"the {nodes_allowed(plan)} nodes did not meet at {topology.meeting_place}: start the same command "
@@ -173,15 +165,29 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
             raise
         if stop.count:
             raise Stopped(f"stopped by {stop.by}; nothing was changed")
-    return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
+        return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
+
+
+@contextlib.contextmanager
+def _in_scratch_folder(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with a run folder that is removed afterwards, except where an error names a log in it."""
+    folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
+    plan = dataclasses.replace(plan, run_dir=str(folder))
+    plan.rundir.logs.mkdir()
+    plan.rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+    try:
+        yield plan
+    except BaseException as error:
+        named = str(folder) in str(error)
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def ask_teacher(plan: Plan, screen: Screen) -> None:
     """Start workers that fill the cache with the outputs of the teacher, with a scratch folder as their run folder."""
-    with _scratch_folder() as scratch, StopRequest() as stop:
-        plan = dataclasses.replace(plan, run_dir=str(scratch))
-        plan.rundir.logs.mkdir()
-        plan.rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+    with _in_scratch_folder(plan) as plan, StopRequest() as stop:
         Attempt(plan, screen, stop, settings={ONLY_TEACHER: "1"}).run()
 
 

@@ -207,7 +207,7 @@ def validations(folder: Path) -> None:
     print("validate", findings.problems, dry_run.hardware_here(plan), flush=True)
     unknown = SimpleNamespace(name="a card that is in no table", total_memory=MEMORY)
     with mock.patch.object(torch.cuda, "get_device_properties", lambda *_: unknown):
-        dry_run.check_step(request, None, None, findings, None)  # type: ignore[arg-type]
+        dry_run.check_step(request, dry_run.hardware_here(plan), None, None, findings, ())
     print("validate, unknown", findings.notes, flush=True)
     attention_available("flash_attention_2")
     os.environ["MASTER_PORT"] = str(unused_port())

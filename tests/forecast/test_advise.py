@@ -13,6 +13,7 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.reader import load
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.forecast import render
 from fsdptrain.forecast.forecaster import Forecast, Forecaster
@@ -20,6 +21,7 @@ from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
+    Choice,
     changes_that_save_memory,
     command_text,
     divided_experts,
@@ -28,6 +30,7 @@ from fsdptrain.forecast.search import (
     other_kinds,
     override_words,
     overrides_of,
+    pipelines,
     ranked,
     relief_lines,
     search,
@@ -55,25 +58,40 @@ class FakeForecaster:
     memory: int = MEMORY
     comfort: float = 1.0  # a plan that needs a larger share of the memory fits only just
     fails: tuple[str, ...] = ()  # strategies that cannot be simulated
+    divides: bool = False  # whether divided layers need less memory
+    refuses: tuple[str, ...] = ()  # keys of `parallel` with which the model cannot be divided
     idle: float = 5.0  # seconds of a step that are not compute
+    waits: float = 0.0  # seconds in every micro-batch, unless shards of gradients are held
+    shard: int = 100  # bytes of such a shard
+    gathers: float = 0.0  # seconds of gathers over all nodes, of which groups of a pipeline save all but their part
+    messages: float = 0.0  # seconds of a pipeline
     asked: list[Plan] = dataclasses.field(default_factory=list)
 
     def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
         self.asked.append(plan)
-        fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
+        fsdp, parallel, micro = plan.recipe.fsdp, plan.recipe.parallel, plan.recipe.train.micro_batch_size
         if fsdp.strategy in self.fails:
             raise FsdptrainError("the step could not be simulated: no reason")
-        kind = fsdp.recomputation
+        for name in self.refuses:
+            if (ranks := getattr(parallel, name)) > 1:
+                raise RecipeError([Problem(f"{ranks} ranks cannot divide X", f"parallel.{name}")])
+        kind, held = fsdp.recomputation, fsdp.accumulation == "hold_shards"
         rung = RECOMPUTATION.index(kind.kind) + kind.offload
         state = self.state * (0.5 if plan.recipe.model.dtype == "bfloat16" else 1) * (0.1 if fsdp.cpu_offload else 1)
-        need = int(state / plan.shard_size + self.activations * micro / 2**rung)
-        step = 10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10
+        need = int(state / plan.shard_size + self.activations * micro / 2**rung) + held * self.shard
+        need //= parallel.tensor if self.divides else 1
+        busy = 10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10
+        # Exchanging tokens takes a second, divided experts save one.
+        step = busy + (parallel.tensor > 1) - (parallel.experts - 1) / 8 + (not held) * self.waits * plan.accumulation
+        groups = parallel.pipeline
+        waiting = (groups - 1) / (plan.accumulation + groups - 1)
+        step = (step + self.gathers / groups + self.messages * (groups**2 - 1)) / (1 - waiting)
         return Forecast(
             fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks={},
             memory_bytes=self.memory, peak_bytes=need, reserved_bytes=need, overhead_bytes=0, host_bytes=0,
             moment="loss", breakdown={}, collectives=[], flops=1, model_flops=1, step_s=step,
-            step_s_range=[step] * 2, compute_s=step - self.idle, communication_s=0, exposed_s=0,
-            tokens_per_s=1000 / step, mfu=0.4, hardware="h100-80gb", method="pretended",
+            step_s_range=[step] * 2, compute_s=busy - self.idle, communication_s=0, exposed_s=0,
+            tokens_per_s=1000 / step, mfu=0.4, hardware="h100-80gb", method="pretended", waiting_share=waiting,
         )  # fmt: skip
 
 
@@ -104,7 +122,7 @@ def test_micro_batches_divide_the_share_of_a_rank(
     batch: int, own: int, words: tuple[str, ...], sizes: list[int], tmp_path: Path
 ) -> None:
     plan = plan_of(tmp_path, f"train.global_batch_size={batch}", f"train.micro_batch_size={own}", *words)
-    assert micro_batches(plan) == sizes
+    assert micro_batches(plan, Choice(Strategy.FULL_SHARD, 4, False)) == sizes
 
 
 def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
@@ -194,31 +212,16 @@ def test_what_layers_of_long_rows_keep_is_offloaded_before_weights_are(tmp_path:
 
 
 def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class Waits(FakeForecaster):
-        """A host that waits in every micro-batch, or a shard of gradients on the device."""
-
-        shard: int = 100
-
-        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-            found = super().__call__(plan, hardware, **job)
-            held, need = plan.recipe.fsdp.accumulation == "hold_shards", found.needed_bytes
-            waited = 0 if held else plan.accumulation
-            need += self.shard if held else 0
-            return dataclasses.replace(
-                found, step_s=found.step_s + waited, peak_bytes=need, reserved_bytes=need, fits=need <= MEMORY
-            )
-
     plan = plan_of(tmp_path)
     for shard, accumulation in ((100, "hold_shards"), (2000, None)):
-        best = advice(plan, Waits(state=8000, activations=1100, shard=shard)).best
+        best = advice(plan, FakeForecaster(waits=1.0, state=8000, activations=1100, shard=shard)).best
         assert best is not None and best.cpu_offload
         assert best.overrides.get("fsdp.accumulation") == accumulation
         assert ("hold_shards" in render.advice_rows([best])[0][-1]) == (accumulation is not None)
-    ask = Waits(state=8000, activations=100)
+    ask = FakeForecaster(waits=1.0, state=8000, activations=100)
     own = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)  # the only plan that fits, and it offloads
     assert own.tried == len({asked.digest() for asked in ask.asked}), "a plan was tried twice"
-    ask = Waits(activations=400)
+    ask = FakeForecaster(waits=1.0, activations=400)
     advice(plan_of(tmp_path, "fsdp.accumulation=hold"), ask)
     assert {asked.recipe.fsdp.accumulation for asked in ask.asked} == {"hold"}
 
@@ -308,9 +311,8 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     words = ["train.global_batch_size=32", *written]
     recipe, topology = write_recipe(tmp_path), Topology("cuda", 4, 2)
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
-    micros = micro_batches(plan)
-    assert micros == [1, 2, 4]
-    choices = itertools.chain(*strategies_to_try(plan, False), *strategies_to_try(plan, True))
+    choices, micros = [*itertools.chain(*strategies_to_try(plan, False), *strategies_to_try(plan, True))], [1, 2, 4]
+    assert all(micro_batches(plan, choice) == micros for choice in choices)
     for choice, micro, recomputation in zip(choices, itertools.cycle(micros), itertools.cycle(RECOMPUTATION)):
         overrides = overrides_of(plan, choice, recomputation, micro)
         pasted = load(recipe, [*words, *shlex.split(command_text(overrides))])
@@ -336,24 +338,6 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
 # --- layers and experts that ranks divide ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Divided(FakeForecaster):
-    """Layers and experts that ranks divide need less memory; exchanging tokens takes a second, experts save one."""
-
-    refuses: tuple[str, ...] = ()
-
-    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-        parallel = plan.recipe.parallel
-        found = super().__call__(plan, hardware, **job)
-        for name in self.refuses:
-            if getattr(parallel, name) > 1:
-                raise RecipeError([Problem(f"{getattr(parallel, name)} ranks cannot divide X", f"parallel.{name}")])
-        need, step = found.needed_bytes // parallel.tensor, found.step_s + (parallel.tensor > 1)
-        step -= parallel.experts / 8
-        fits = need <= self.memory
-        return dataclasses.replace(found, fits=fits, peak_bytes=need, reserved_bytes=need, step_s=step)
-
-
 def divisions(ask: FakeForecaster) -> Counter[tuple[int, int]]:
     return Counter((plan.recipe.parallel.tensor, plan.recipe.parallel.experts) for plan in ask.asked)
 
@@ -361,15 +345,16 @@ def divisions(ask: FakeForecaster) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("words", "fits", "layers", "experts"),
     [
-        ((), True, [], [8, 4, 2]), ((), False, [2, 4, 8], [8, 4, 2]),
-        (("parallel.tensor=4",), True, [1, 2], [8, 4, 2]), (("parallel.tensor=4",), False, [1, 2, 8], [8, 4, 2]),
-        (("parallel.experts=4",), True, [], [8, 1, 2]),
+        ((), True, [], [8]), ((), False, [2, 4, 8], [8]),
+        (("parallel.tensor=4",), True, [1, 2], [8]), (("parallel.tensor=4",), False, [1, 2, 8], [8]),
+        (("parallel.experts=8",), True, [], [1]), (("parallel.experts=4",), True, [], [8, 1]),
         # Fewer sequences than ranks: as many ranks share a row, and some of them divide layers.
-        (("parallel.context=4", "train.global_batch_size=4"), True, [(2, 2), (4, 1)], [8, 4, 2]),
-        (("parallel.tensor=2", "train.global_batch_size=8"), True, [(1, 2)], [8, 4, 2]),
-        (("parallel.tensor=2", "train.global_batch_size=24"), True, [], [8, 4, 2]),  # not on 16 ranks each
+        (("parallel.context=4", "train.global_batch_size=4"), True, [(2, 2), (4, 1)], [8]),
+        (("parallel.tensor=2", "train.global_batch_size=8"), True, [(1, 2)], [8]),
+        (("parallel.tensor=2", "train.global_batch_size=24"), True, [], [8]),  # not on 16 ranks each
+        (("parallel.context=8",), False, [2], [8]),  # a row has no more ranks than there are
         (("optim.name=adafactor",), False, [], []), (FLOAT8, False, [], []),
-        (("optim.name=muon",), False, [], [8, 4, 2]), (("model.attn_implementation=eager",), False, [], [8, 4, 2]),
+        (("optim.name=muon",), False, [], [8]), (("model.attn_implementation=eager",), False, [], [8]),
     ],
 )  # fmt: skip
 def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
@@ -381,27 +366,30 @@ def test_divisions_are_those_that_ranks_batch_and_recipe_allow(
         {"parallel.tensor": n} | ({"parallel.context": context} if context else {}) for n, context in changes
     ]
     assert divided_experts(plan, 16) == [{"parallel.experts": n} for n in experts]
-    assert divided_experts(plan, 12) == [{"parallel.experts": n} for n in ([4, 2] if 4 in experts else experts[1:])]
     assert all(change == {"parallel.experts": 1} for change in divided_experts(plan, 0)), "without experts"
 
 
-def test_a_dense_model_that_fits_is_searched_as_if_nothing_could_be_divided(tmp_path: Path) -> None:
-    ask = Divided()
-    advice(plan_of(tmp_path, ranks=8), ask)
-    assert {*divisions(ask)} == {(1, 1)}
+def test_a_stage_has_the_ranks_of_a_row_whatever_those_of_a_copy_are(tmp_path: Path) -> None:
+    copies = ("fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4", "train.micro_batch_size=4")
+    for words, groups in (((), [4, 2]), (copies, [4, 2]), (["parallel.context=4"], [2]), (["parallel.context=8"], [])):
+        plan = plan_of(tmp_path, *words, nodes=4, ranks=2)
+        assert pipelines(plan) == [{"parallel.pipeline": number} for number in groups]
 
 
 def test_layers_are_divided_where_nothing_else_fits_before_weights_are_offloaded(tmp_path: Path) -> None:
-    plan, ask = plan_of(tmp_path, nodes=2, ranks=8), Divided(activations=9000)  # 2250 bytes with all recomputed
+    plan, ask = (
+        plan_of(tmp_path, nodes=2, ranks=8),
+        FakeForecaster(divides=True, activations=9000),
+    )  # 2250 bytes with all recomputed
     found = advice(plan, ask)
     best = found.best
     assert best and best.overrides["parallel.tensor"] == 4 and not best.cpu_offload
     assert {tensor for tensor, _ in divisions(ask)} == {1, 2, 4}, "the fewest ranks that suffice"
-    assert "layers divided among 4" in render.advice_rows([best])[0][-1]
+    assert "tensor 4" in render.advice_rows([best])[0][-1]
     words = ["train.global_batch_size=32", "model.config.num_hidden_layers=16", *override_words(best.overrides)]
     pasted = draft_plan(load(write_recipe(tmp_path), words), plan.topology, elsewhere=True)
     assert pasted == (varied(plan, best.overrides), [])
-    ask = Divided(activations=9000, refuses=("tensor",))
+    ask = FakeForecaster(divides=True, activations=9000, refuses=("tensor",))
     found = advice(plan, ask)
     assert sum(count for (tensor, _), count in divisions(ask).items() if tensor > 1) == 3, "each is asked once"
     assert found.refused == ["parallel.tensor: 2 ranks cannot divide X"] and not found.failed
@@ -409,19 +397,18 @@ def test_layers_are_divided_where_nothing_else_fits_before_weights_are_offloaded
 
 
 def test_experts_are_divided_alone_and_with_layers(tmp_path: Path) -> None:
-    plan, ask = plan_of(tmp_path, nodes=2, ranks=8), Divided(activations=300)
+    plan, ask = plan_of(tmp_path, nodes=2, ranks=8), FakeForecaster(divides=True, activations=300)
     found = advice(plan, ask, experts=16)
-    assert {*divisions(ask)} == {(1, 1), (1, 8), (1, 4), (1, 2)}
+    assert {*divisions(ask)} == {(1, 1), (1, 8)}
     assert found.best and found.best.overrides["parallel.experts"] == 8
-    assert "experts divided among 8" in render.advice_rows([found.best])[0][-1]
-    assert divisions(ask)[1, 4] == divisions(ask)[1, 2] == 1
-    back = advice(varied(plan, {"parallel.experts": 2}), Divided(activations=300), experts=16)
+    assert "experts 8" in render.advice_rows([found.best])[0][-1]
+    back = advice(varied(plan, {"parallel.experts": 2}), FakeForecaster(divides=True, activations=300), experts=16)
     whole = next(option for option in back.options if option.overrides.get("parallel.experts") == 1)
-    assert "experts not divided" in render.advice_rows([whole])[0][-1]
-    ask = Divided(activations=5000)
+    assert "experts 1" in render.advice_rows([whole])[0][-1]
+    ask = FakeForecaster(divides=True, activations=5000)
     found = advice(plan, ask, experts=16)
     assert {*divisions(ask)} == {(1, 1), (1, 8), (2, 1), (2, 8)}
-    ask = Divided(activations=300, refuses=("experts",))
+    ask = FakeForecaster(divides=True, activations=300, refuses=("experts",))
     found = advice(plan, ask, experts=16)
     assert divisions(ask)[1, 8] == 1 and found.refused == ["parallel.experts: 8 ranks cannot divide X"]
 
@@ -526,23 +513,9 @@ def test_without_a_known_card_or_a_forecast_the_overrides_are_left(start: Any, t
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
-@dataclasses.dataclass
-class SlowLinks(FakeForecaster):
-    """Gathers between nodes take time, which a pipeline saves; messages take time, and ranks wait for one another."""
-
-    gathers: float = 100.0  # seconds of a step over all nodes
-    messages: float = 1.0
-
-    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
-        found, groups = super().__call__(plan, hardware, **job), plan.recipe.parallel.pipeline
-        waiting = (groups - 1) / (plan.accumulation + groups - 1)
-        step = (found.compute_s + self.gathers / groups + self.messages * groups**2) / (1 - waiting)
-        return dataclasses.replace(found, step_s=step, waiting_share=waiting, tokens_per_s=1000 / step)
-
-
 def test_whole_nodes_are_a_pipeline_where_links_are_slow(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4)
-    ask = SlowLinks()
+    ask = FakeForecaster(idle=0.0, gathers=100.0, messages=1.0)
     found = advice(plan, ask)
     assert found.best and found.best.overrides["parallel.pipeline"] == 4
     staged = [asked for asked in ask.asked if asked.recipe.parallel.pipeline > 1]
@@ -550,7 +523,7 @@ def test_whole_nodes_are_a_pipeline_where_links_are_slow(tmp_path: Path) -> None
     assert all(asked.accumulation >= asked.recipe.parallel.pipeline for asked in staged)
     assert {asked.recipe.fsdp.strategy for asked in staged} == {"FULL_SHARD", "SHARD_GRAD_OP"}
     best, *slower = render.advice_rows(found.options)
-    assert best[-1].endswith("a pipeline of 4")
+    assert best[-1].endswith("pipeline 4")
     assert any("waits for collectives" in row[-1] for row in slower) and any("stages wait" in row[-1] for row in slower)
     words = ["train.global_batch_size=512", "model.config.num_hidden_layers=16", *override_words(found.best.overrides)]
     pasted = draft_plan(load(write_recipe(tmp_path), words), plan.topology, elsewhere=True)
@@ -558,11 +531,11 @@ def test_whole_nodes_are_a_pipeline_where_links_are_slow(tmp_path: Path) -> None
 
 
 def test_a_pipeline_is_left_where_links_are_fast(tmp_path: Path) -> None:
-    ask = SlowLinks(gathers=0.01, messages=0.0)
+    ask = FakeForecaster(idle=0.0, gathers=0.01)
     found = advice(plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4), ask)
     assert found.best and "parallel.pipeline" not in found.best.overrides
     assert {asked.recipe.parallel.pipeline for asked in ask.asked} == {1}, "what it computes and waits is longer"
-    ask = SlowLinks(gathers=5.0)
+    ask = FakeForecaster(idle=0.0, gathers=5.0, messages=1.0)
     advice(plan_of(tmp_path, "train.global_batch_size=512", nodes=8, ranks=4), ask)
     assert {asked.recipe.parallel.pipeline for asked in ask.asked} == {1, 8, 4, 2}
     own = plan_of(tmp_path, "train.global_batch_size=512", "parallel.pipeline=2", nodes=8, ranks=4)

@@ -24,34 +24,34 @@ def bare_of(plan: Plan) -> Any:
     return freeze(skeleton(config_of(plan), plan.recipe.model), plan.recipe)
 
 
+EXPERTS = {
+    "model__config": {**SMALL, "model_type": "qwen3_moe", **MIXTURE}, "world": 8, "fsdp__shard_size": 4,
+    "fsdp__strategy": "HYBRID_SHARD", "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
+    "optim__name": "adamw_8bit", "train__loss": "plain",
+}  # fmt: skip
+SELECTIVE = {"fsdp__accumulation": "hold", "fsdp__activation_checkpointing": "selective"}
+STAGES = {"parallel.pipeline": 2, "parallel.stage_layers": [13, 14]}
+
+
 @pytest.mark.parametrize(
-    ("layers", "changes", "adapter"),
+    ("layers", "place", "changes", "more", "simulated"),
     [
-        (12, {}, {}),
-        pytest.param(
-            13,
-            {"fsdp__accumulation": "hold", "fsdp__activation_checkpointing": "selective"},
-            LORA,
-            marks=pytest.mark.soak,
-        ),
-        (
-            14,
-            {
-                "model__config": {**SMALL, "model_type": "qwen3_moe", **MIXTURE}, "world": 8, "fsdp__shard_size": 4,
-                "fsdp__strategy": "HYBRID_SHARD", "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
-                "optim__name": "adamw_8bit", "train__loss": "plain",
-            },
-            {},
-        ),
-        pytest.param(24, {"fsdp__activation_checkpointing": {"every": 2}}, {}, marks=pytest.mark.soak),
+        pytest.param(12, 0, {}, {}, [4, 5], id="full"),
+        pytest.param(13, 0, SELECTIVE, LORA, [4, 5], id="lora", marks=pytest.mark.soak),
+        pytest.param(14, 0, EXPERTS, {}, [4, 5], id="experts"),
+        pytest.param(24, 0, {"fsdp__activation_checkpointing": {"every": 2}}, {}, [8, 10], id="every second",
+                     marks=pytest.mark.soak),
+        # Of a pipeline the other stage remains whole.
+        pytest.param(27, 0, {}, STAGES, [4 + 14, 5 + 14], id="first stage"),
+        pytest.param(27, 1, {}, STAGES, [13 + 4, 13 + 5], id="last stage"),
     ],
-    ids=["full", "lora", "experts", "every second"],
 )  # fmt: skip
 def test_the_trace_of_a_deep_model_is_that_of_a_whole_simulation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, changes: dict[str, Any], adapter: dict[str, Any]
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, place: int, changes: dict[str, Any],
+    more: dict[str, Any], simulated: list[int],
+) -> None:  # fmt: skip
     config = changes.get("model__config", SMALL) | {"num_hidden_layers": layers}
-    plan = varied(plan_of(tmp_path, **changes | {"model__config": config, "train__global_batch_size": 32}), adapter)
+    plan = varied(plan_of(tmp_path, **changes | {"model__config": config, "train__global_batch_size": 32}), more)
     depths = []
 
     def counted(plan: Plan, config: Any, *args: Any) -> Any:
@@ -59,12 +59,14 @@ def test_the_trace_of_a_deep_model_is_that_of_a_whole_simulation(
         return simulate(plan, config, *args)
 
     monkeypatch.setattr(depth, "simulate", counted)
-    found = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), False, CPU, False, 0)
-    period = plan.recipe.fsdp.recomputation.every
-    assert depths == [n * period + layers % period for n in (depth.LEAST, depth.LEAST + 1)]
-    found, whole = (depth.written(each) for each in (found, simulate(plan, config_of(plan), False, CPU, False)))
+    made = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), CPU, False, place)
+    assert depths == simulated
+    found, whole = (depth.written(each) for each in (made, simulate(plan, config_of(plan), False, CPU, False, place)))
     assert found.kinds == whole.kinds
     assert (found.numbers == whole.numbers).all()
+    messages = {(e.ranks, e.size) for e in made.events if isinstance(e, Collective) and e.kind == "message"}
+    states = 2 * 256 * SMALL["hidden_size"] * 4  # of a micro-batch, in float32
+    assert messages == ({((0, 2) if place == 0 else (2, 0), states)} if more is STAGES else set())
 
 
 def test_layers_that_differ_are_simulated_in_their_order_or_all(tmp_path: Path) -> None:
@@ -86,28 +88,3 @@ def test_traces_that_do_not_grow_by_blocks_are_not_extended(tmp_path: Path) -> N
         traces.append(simulate(plan, config_of(plan), False, CPU, False))
     traces[1].events = traces[1].events[: len(traces[1].events) // 2]
     assert depth.extended(traces[0], traces[1], 3) is None
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_stage_of_a_pipeline_is_simulated_shallower(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = {"parallel.pipeline": 2, "parallel.stage_layers": [13, 14]}
-    deep = plan_of(tmp_path, model__config=SMALL | {"num_hidden_layers": 27}, train__global_batch_size=32)
-    plan, depths = varied(deep, words), []
-
-    def counted(plan: Plan, config: Any, *args: Any) -> Any:
-        depths.append(plan.recipe.parallel.stage_layers)
-        return simulate(plan, config, *args)
-
-    monkeypatch.setattr(depth, "simulate", counted)
-    made = depth.simulate_by_depth(plan, config_of(plan), bare_of(plan), False, CPU, False, place)
-    assert depths == [[n, 14] if place == 0 else [13, n] for n in (depth.LEAST, depth.LEAST + 1)]
-    found, whole = (depth.written(each) for each in (made, simulate(plan, config_of(plan), False, CPU, False, place)))
-    assert found.kinds == whole.kinds
-    assert (found.numbers == whole.numbers).all()
-    messages = [event for event in made.events if isinstance(event, Collective) and event.kind == "message"]
-    states = 2 * 256 * SMALL["hidden_size"] * 4  # of a micro-batch, in float32
-    assert {event.size for event in messages} == {states} and {event.ranks for event in messages} == (
-        {(0, 2)} if place == 0 else {(2, 0)}
-    )

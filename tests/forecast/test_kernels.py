@@ -111,13 +111,13 @@ def check_step_on_hopper(folder: str) -> None:
     names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
-    assert estimate(plan, config, H100, True).attention == "cuDNN"
+    assert estimate(plan, config, H100).attention == "cuDNN"
     pairs = varied(
         plan, {"data.format": "preference", "train.objective": Objective.dpo, "model.attn_implementation": "auto"}
     )
     for kernel in ("auto", "flash_attention_2"):  # which need no mask for the answers of a pair
         named = varied(pairs, {"model.attn_implementation": kernel})
-        assert estimate(named, config, H100, True).attention == "FlashAttention 2"
+        assert estimate(named, config, H100).attention == "FlashAttention 2"
     _check_rates(plan, config)
 
 
@@ -131,7 +131,7 @@ def _check_rates(plan: Plan, config: Any) -> None:
     }.items():  # fmt: skip
         named = kernel if kernel in ("flash_attention_2", "flex_attention") else "auto"
         of = varied(packed, {"model.attn_implementation": named, "train.micro_batch_size": 1})
-        found[kernel] = estimate(of, config, card, True)
+        found[kernel] = estimate(of, config, card)
     assert {name: each.attention for name, each in found.items()} == {
         "varlen": "FlashAttention 2", "FA3": "FlashAttention 3", "flash_attention_2": "FlashAttention 2",
         "flex_attention": "flex_attention",

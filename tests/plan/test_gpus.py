@@ -125,12 +125,9 @@ def test_the_version_of_the_driver_is_read_from_its_file_or_by_nvidia_smi(kind: 
     ("driver", "cuda", "words"),
     [
         ("535.161.08", "13.0", "535.161.08 is older than 580, which CUDA 13.0 needs: update it, or pip install"),
-        ("535.161.08", "13.0", "--index-url https://download.pytorch.org/whl/cu126 'torch==2.13.*'"),
         ("570.86.15", "13.0", "--index-url https://download.pytorch.org/whl/cu128 'torch==2.11.*'"),
         ("470.82.01", "13.0", "470.82.01 is older than 525, and no build of torch in range runs with it: update"),
         ("580.65.06", None, "without CUDA; for the NVIDIA driver 580.65.06: pip install --index-url"),
-        ("580.65.06", None, "whl/cu130 'torch>=2.11,<2.16'"),
-        ("535.161.08", None, "without CUDA; for the NVIDIA driver 535.161.08: pip install --index-url"),
         ("535.161.08", "12.6", "535.161.08 runs CUDA 12.6: set CUDA_VISIBLE_DEVICES"),
         ("580.65.06", "13.0", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
     ],

@@ -14,6 +14,7 @@ import pytest
 from support import fsdptrain
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from fsdptrain.config.keys import flat
 from fsdptrain.config.reader import load
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.validation.init_recipe import RowLengths, Treatment, choose_sizes, read_starter
@@ -74,6 +75,9 @@ def test_a_recipe_for_pairs_has_the_rate_of_dpo_and_the_separator_of_the_same_qu
     separators = {name: recipe.data.separator for name, recipe in recipes.items()}
     assert separators == {"pairs": "\n", "spaced": "", "alone": "", "talk": "", "asked": "\n"}
     assert {name: recipe.optim.lr for name, recipe in recipes.items()} == dict.fromkeys(rows, 1e-6) | {"asked": 2e-5}
+    divided = {"parallel.experts": 4, "fsdp.accumulation": "hold_shards", "fsdp.cpu_offload": True}  # by a search
+    (tmp_path / "divided.yaml").write_text(starter.text(divided))
+    assert divided.items() <= flat(load(tmp_path / "divided.yaml").recipe).items()
     held_out = dataclasses.replace(starter, held_out="held-out.jsonl").text({"eval.every": 2})
     assert "\n  eval: {path: held-out.jsonl}\n" in held_out and held_out.endswith("\neval: {every: 2} # steps\n")
 

@@ -107,9 +107,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not available",
         "launch.rdzv_endpoint: ", "data.path: ", "output_dir:",
     ]  # fmt: skip
-    problems = [problem for problem in found.problems if not problem.startswith("this build of torch")]
-    assert len(problems) == len(wanted), found.problems
-    assert all(text in problem for text, problem in zip(wanted, problems, strict=True))
+    assert len(found.problems) == len(wanted), found.problems
+    assert all(text in problem for text, problem in zip(wanted, found.problems, strict=True))
     assert found.exit_code == RecipeError.exit_code
     assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
     assert "LlamaForCausalLM" in output and "torch" in output
@@ -127,7 +126,6 @@ def test_for_another_machine_what_is_missing_here_is_a_note(tmp_path: Path) -> N
     for text in ("64 workers", "flash_attention_2", "rdzv_endpoint", "data.path", "eval.path", "org/name", "output_"):
         assert any(text in note for note in missing), text
     names = "number of GPUs, attention kernel, rendezvous, evaluation data, data, tokenizer (no Hub)"
-    names += ", build of torch" * (torch.version.cuda is None)
     summary = next(line for line in output.splitlines() if "not checked here" in line)
     assert [name for name in names.split(", ") if name not in summary] == [], summary
     assert not any(note in output for note in missing), "one line for all of them"
@@ -212,44 +210,25 @@ def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a
 
 
 @pytest.mark.parametrize(
-    ("count", "override", "says"),
-    [
-        (8, "launch.nnodes=2", r"launch\.nnodes: 2 contradicts --hardware 8xh100-80gb, which has 1: set"),
-        (16, "launch.nproc_per_node=4", r"launch\.nproc_per_node: 4 contradicts --hardware 16xh100-80gb, which has 8"),
-    ],
-)
-def test_the_number_of_cards_replaces_what_the_file_says_and_not_the_command_line(
-    count: int, override: str, says: str, tmp_path: Path
-) -> None:
-    written = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "a:1"})
-    hardware = f"{count}xh100"
-    assert make_request(load(written), hardware, False).plan.topology.world_size == count
-    more = ["launch.nnodes=1:4", "launch.max_restarts=1"]  # does not contradict
-    assert make_request(load(written, more), hardware, False).plan.topology.world_size == count
-    with pytest.raises(RecipeError, match=says):
-        make_request(load(written, [override]), hardware, False)
-
-
-@pytest.mark.parametrize(
     ("hardware", "nodes", "ranks"),
-    [("16x8xh100", 16, 8), ("2 × 4 × H100 80GB", 2, 4), ("1x2xh100", 1, 2), ("4x2xgh200", 4, 2), ("3x4xcpu", 3, 4)],
-)
-def test_hardware_may_say_how_many_nodes_there_are(hardware: str, nodes: int, ranks: int, tmp_path: Path) -> None:
-    written = write_recipe(tmp_path, train__global_batch_size=384, launch={"nnodes": 2, "rdzv_endpoint": "a:1"})
-    request = make_request(load(written), hardware, False)
-    topology = request.plan.topology
-    assert (topology.nnodes, topology.nproc_per_node, request.problems) == (nodes, ranks, [])
-    assert Request.from_record(json.loads(json.dumps(request.to_record()))) == request
-    with pytest.raises(RecipeError, match=rf"launch\.nnodes: 5 contradicts --hardware .*, which has {nodes}: set"):
-        make_request(load(written, ["launch.nnodes=5"]), hardware, False)
-
-
-@pytest.mark.parametrize("hardware", ["0x8xh100", "16x0xh100", "2x16x8xh100", "16x8xh100:4", "16x8x", "8x", "x", ":4"])
-def test_numbers_of_cards_that_mean_nothing_are_refused_with_an_example(hardware: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as refused:
-        make_request(load(write_recipe(tmp_path)), hardware, False)
-    message = str(refused.value)
-    assert message.startswith(f"--hardware: '{hardware}' is not known") and "16x8xh100" in message
+    [
+        ("8xh100", 1, 8), ("16xh100", 2, 8), ("16x8xh100", 16, 8), ("2 × 4 × H100 80GB", 2, 4), ("1x2xh100", 1, 2),
+        ("4x2xgh200", 4, 2), ("3x4xcpu", 3, 4),
+    ],
+)  # fmt: skip
+def test_numbers_of_cards_replace_what_the_file_says_and_not_the_command_line(
+    hardware: str, nodes: int, ranks: int, tmp_path: Path
+) -> None:
+    launch = {"nnodes": 5, "nproc_per_node": 3, "rdzv_endpoint": "a:1"}
+    written = write_recipe(tmp_path, train__global_batch_size=384, launch=launch)
+    for words in ([], ["launch.nnodes=1:16", "launch.max_restarts=1"]):  # a range that does not contradict
+        topology = make_request(load(written, words), hardware, False).plan.topology
+        assert (topology.nnodes, topology.nproc_per_node) == (nodes, ranks)
+    assert make_request(load(written), hardware, False).problems == []
+    for key, number in {"nnodes": nodes, "nproc_per_node": ranks}.items():
+        override = f"launch.{key}={launch[key]}"
+        with pytest.raises(RecipeError, match=rf"launch\.{key}: . contradicts --hardware .*, which has {number}: set"):
+            make_request(load(written, [override]), hardware, False)
 
 
 def test_several_nodes_need_a_rendezvous(tmp_path: Path) -> None:
@@ -580,29 +559,17 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
 # --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_the_hub_is_asked_once_after_it_is_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
-    stages: list[str] = []
-
-    def progress(stage: str, done: int, total: int) -> None:
-        stages.append(stage)
-
+def test_a_hub_that_answers_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = load(write_recipe(tmp_path, model={"id": "org/model", "tokenizer": "org/other"}))
-    plan = draft_plan(written, Topology("cpu", 1, 2), elsewhere=True)[0]
+    plan, stages = draft_plan(written, Topology("cpu", 1, 2), elsewhere=True)[0], list[str]()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that monkeypatch restores it
-    hub.go_offline_if_unreachable(plan, progress)
-    assert stages == [], "with HF_HUB_OFFLINE nothing is asked"
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 60 if answers else 0.2)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        if answers:
-            threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
-        hub.go_offline_if_unreachable(plan, progress)
-    assert "org/model and org/other" in stages[0]
-    assert answers == (not constants.HF_HUB_OFFLINE) == (len(stages) == 1)
-    assert answers == ("HF_HUB_OFFLINE" not in os.environ), "the forecast processes do not ask again"
+        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 60)
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
+        hub.go_offline_if_unreachable(plan, lambda stage, *_: stages.append(stage))
+    assert len(stages) == 1 and "org/model and org/other" in stages[0]
+    assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
