@@ -72,8 +72,8 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """All memory of the card that is in use at the peak."""
-        return self.reserved_bytes + self.overhead_bytes
+        """All memory of the card that is in use at the peak: the whole card if it fits only just."""
+        return self.memory_bytes if self.tight else self.reserved_bytes + self.overhead_bytes
 
 
 class Forecaster(contextlib.AbstractContextManager["Forecaster"]):

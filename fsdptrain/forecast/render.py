@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from fsdptrain.forecast.search import (
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted, duration, seconds, size
 
-MEMORY_HEADER = ["", "size", "of the card"]
+MEMORY_HEADER = ["", "size", "share"]
 LEAST_SHARE = 0.001  # of all memory in use: smaller parts are not in the table
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
 ADVICE_SHOWN = 8  # plans in the table, besides the recipe's own
@@ -43,10 +44,9 @@ def memory_lines(forecast: Forecast) -> list[str]:
         lines.append(f"{size(forecast.host_bytes)} of host memory")
     free = forecast.memory_bytes - forecast.needed_bytes
     rest = f"{size(free)} free" if free >= 0 else f"{size(-free)} TOO MUCH"
-    lines.append(f"{size(forecast.needed_bytes)} of {size(forecast.memory_bytes)}: {rest}")
     if forecast.tight:
-        lines.append("little is left: the allocator must release cached memory and retry, which is slow")
-    return lines
+        rest = "only just, because the allocator must release cached memory and retry, which is slow"
+    return [*lines, f"{size(forecast.needed_bytes)} of {size(forecast.memory_bytes)}: {rest}"]
 
 
 def memory_rows(forecast: Forecast) -> list[list[str]]:
@@ -140,7 +140,7 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
     number, unit = needed.split()
     share = f"{number if capacity.endswith(unit) else needed} of {capacity} a {_unit(plan)}"
     if plan.recipe.fsdp.cpu_offload and step.get("host_bytes"):
-        share += f" and {size(step['host_bytes'])} of host memory"
+        share += f", and {size(step['host_bytes'])} of host memory each"
     if not step["fits"]:
         return f"does not fit {where}: {share}"
     parts = [f"fits {where}{', but only just' if step.get('tight') else ''}: {share}"]
@@ -163,8 +163,8 @@ def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
     for change in changes_that_save_memory(plan):  # of a key with several values, the last saves the most
         saving |= change
     on_gpus = plan.topology.device != "cpu"
-    tried = [*override_words(saving), *(["more ranks"] if on_gpus else [])]
-    tries = f"or try {', '.join(tried)}" if tried else ""
+    tried = [*map(shlex.quote, override_words(saving)), *(["more ranks"] if on_gpus else [])]
+    tries = f"or try one or more of: {', '.join(tried)}" if tried else ""
     other = other_kinds_note(plan) if on_gpus else ""
     return DoesNotFit("; ".join(filter(None, [verdict, search, tries, other])))
 

@@ -165,8 +165,8 @@ class LiveLine:
         now = time.monotonic()
         seconds = now - self._since
         if self._total <= 1:
-            frame = self._spinner.render(now)
-            return [Part(2, str(frame)), Part(0, self._work_name), Part(1, elapsed(seconds))]
+            frame, count = self._spinner.render(now), f": {self._done:,.0f}" if self._done > 1 else ""
+            return [Part(2, str(frame)), Part(0, self._work_name + count), Part(1, elapsed(seconds))]
         parts = [Part(0, self._work_name), BAR, Part(1, f"{self._done:,.0f}/{self._total:,.0f}")]
         left = seconds * (self._total - self._done) / self._done if self._done else 0
         return [*parts, Part(2, f"ETA {duration(left)}" if left else elapsed(seconds))]

@@ -75,10 +75,11 @@ def check_model(
         if unit["parameters"]  # the root may have none
     ]  # fmt: skip
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=rows)
+    here = " here" if findings.elsewhere else ""  # what is free is that of this machine
     disk = disk_space(plan, ready.weights, steps)
-    findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
+    findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk) + here)
     host = host_space(plan, ready.weights, steps, bytes_in_host(ready.plan, ready.trained))
-    findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host))
+    findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host) + here)
     for error in (*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))):
         findings.add_problem(error, this_machine_only=True)
     return ready.config

@@ -484,7 +484,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
         assert heading in rest
     assert "This machine" not in rest, "the plan is for another one"
     assert found.exit_code == 3 and found.problems[-1].startswith(first)
-    assert "or try fsdp.activation_checkpointing=full, train.micro_batch_size=1, " in found.problems[-1]
+    assert "or try one or more of: fsdp.activation_checkpointing=full, train.micro_batch_size=1, " in found.problems[-1]
     assert "TOO MUCH" in output
 
 

@@ -477,7 +477,7 @@ STEP = {
         ({"needed_bytes": GIB // 2, "step_s": None, "run_s": None, "dollars": None},
          "fits 8×H100-80GB: 512.0 MiB of 79.1 GiB a GPU"),
         ({"host_bytes": 131 * GIB, "run_s": None, "dollars": None},
-         "fits 8×H100-80GB: 52.4 of 79.1 GiB a GPU and 131.0 GiB of host memory; 4.05 s a step"),
+         "fits 8×H100-80GB: 52.4 of 79.1 GiB a GPU, and 131.0 GiB of host memory each; 4.05 s a step"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
