@@ -284,8 +284,6 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[
     shutil.copytree(out, trained["run"].export)
     [problem] = survey(trained["run"])["export"]["problems"]
     assert problem == "export.json is missing, so contents were not compared"  # the copy has no record
-    (trained["run"].export / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
-    assert "adapter_model.safetensors is damaged" in survey(trained["run"])["export"]["problems"][0]
 
 
 def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
