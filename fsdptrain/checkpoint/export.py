@@ -23,17 +23,20 @@ from transformers import AutoConfig, PreTrainedModel
 from fsdptrain.checkpoint.export_check import POLL_S, Sample, comparison
 from fsdptrain.checkpoint.export_tensors import Exported, publish
 from fsdptrain.checkpoint.manifest import (
-    BASE_KEY,
     CONFIG,
-    DATA_KEY,
-    HELD_OUT_KEY,
-    TOKENIZER_KEY,
     checkpoint_problems,
     file_sums,
     read_manifest,
     reject_external_symlinks,
 )
-from fsdptrain.checkpoint.resume import WITHOUT_EFFECT, resume_problems
+from fsdptrain.checkpoint.resume import (
+    BASE_KEY,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    TOKENIZER_KEY,
+    WITHOUT_EFFECT,
+    resume_problems,
+)
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import CheckpointReader, Tensors
 from fsdptrain.config.adapter import ADAPTER_FOLDER

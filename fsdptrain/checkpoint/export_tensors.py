@@ -23,8 +23,8 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
-from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.nodes import report_full_disk
+from fsdptrain.checkpoint.resume import BASE_KEY
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS

@@ -37,16 +37,6 @@ FORMAT_VERSION = 3
 CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
-# Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
-# find the same; a resume must find it again, except for MEASURED.
-BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
-
-DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
-TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
-TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
-CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
-RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
-MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

@@ -16,20 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import (
-    BASE_KEY,
-    CODE_KEY,
-    DATA_KEY,
-    HELD_OUT_KEY,
-    MEASURED,
-    RESOLVED,
-    TOKENIZER_KEY,
-    TOKENS_KEY,
-    Manifest,
-    complete_steps,
-    newest_manifest,
-    read_manifest,
-)
+from fsdptrain.checkpoint.manifest import Manifest, complete_steps, newest_manifest, read_manifest
 from fsdptrain.config.keys import KEYS, flat
 from fsdptrain.config.mixture import mixture_changes
 from fsdptrain.config.schema import Recipe
@@ -41,6 +28,17 @@ from fsdptrain.run_folder.records import RunState, Tail, by_loss, ends_early, re
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import checkpoint_name
 from fsdptrain.text import counted
+
+# Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
+# find the same; a resume must find it again, except for MEASURED.
+BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
+
+DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
+TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
+TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
+CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
+RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
+MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
 WITHOUT_EFFECT = (

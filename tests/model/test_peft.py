@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
 from fsdptrain.checkpoint.export import check_unchanged, export_checkpoint, with_options
-from fsdptrain.checkpoint.manifest import BASE_KEY, survey
-from fsdptrain.checkpoint.resume import EarlierAttempts
+from fsdptrain.checkpoint.manifest import survey
+from fsdptrain.checkpoint.resume import BASE_KEY, EarlierAttempts
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.keys import value_text
 from fsdptrain.config.reader import load
