@@ -102,10 +102,7 @@ class FolderWatch:
         """Raise FolderLost if the folder was removed, renamed or replaced."""
         if is_at(self._descriptor, self._path):
             return
-        now = "(deleted)"
-        with contextlib.suppress(OSError):  # not Linux
-            now = os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115
-        lost = "removed"
+        lost, now = "removed", os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115
         if not now.endswith("(deleted)"):
             lost = f"renamed to {Path(now).parent if self._path == self._rundir.mark else now}"
         raise FolderLost(
