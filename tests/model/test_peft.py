@@ -406,11 +406,11 @@ def test_options_of_an_export_replace_keys_of_the_recipe_or_are_refused(recipe: 
     assert chosen("lora", "merged", None) == ("merged", "original")
     assert chosen("qlora", "both", "dequantized") == ("both", "dequantized")
     assert chosen("qlora", None, None) == ("separate", "original")
-    with pytest.raises(RecipeError, match="--adapter has no effect: the run has no adapter"):
+    with pytest.raises(RecipeError, match=r"export\.adapter: has no effect without adapter\.kind"):
         chosen(None, "merged", None)
-    with pytest.raises(RecipeError, match=r"--merge-base has no effect: only a run with adapter\.kind: qlora"):
-        chosen("lora", "merged", "original")
-    with pytest.raises(RecipeError, match="--merge-base has no effect on a separate adapter: add --adapter merged"):
+    with pytest.raises(RecipeError, match=r"export\.merge_base: has no effect .*only with qlora"):
+        chosen("lora", "merged", "dequantized")
+    with pytest.raises(RecipeError, match=r"export\.merge_base: has no effect .*only with merged or both"):
         chosen("qlora", None, "dequantized")
 
 
