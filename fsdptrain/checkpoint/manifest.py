@@ -33,7 +33,8 @@ from fsdptrain.run_folder.storage import MANIFEST_NAME, Location, checkpoint_nam
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
-FORMAT_VERSION = 3
+FORMAT_VERSION, READABLE = 4, (3, 4)
+NOT_READ = ("sha256", "world_size", "plan_digest")  # the last two of version 3, which had no plan
 CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
@@ -46,8 +47,7 @@ class Manifest:
 
     format: int
     step: int
-    world_size: int
-    plan_digest: str
+    plan: dict[str, Any]  # {}: not known
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
     skipped: int = 0  # of the steps, those that were not finite: the optimizer has not made them
@@ -86,14 +86,14 @@ def read_manifest(folder: Location) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {str(error).removeprefix(f'{path}: ')}") from None
     version = fields.get("format")
     # Compare the version before the checksum, which another version may compute differently.
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is int and version not in READABLE:
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
             f"reads {FORMAT_VERSION}): continue with that version, or choose another output_dir"
         )
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    del fields["sha256"]
+    fields = {"plan": {}} | {name: value for name, value in fields.items() if name not in NOT_READ}
     if fields.keys() != FIELDS.keys():
         raise CheckpointError(f"{path} is not a valid manifest: its fields are {reprlib.repr(sorted(fields))}")
     if fault := field_fault(fields, FIELDS):
@@ -119,7 +119,7 @@ def _is_scale(value: Any) -> bool:
 
 ENTRY = {"bytes": COUNT, "sha256": TEXT}
 FIELDS = {
-    "format": COUNT, "step": COUNT, "skipped": COUNT, "world_size": COUNT, "plan_digest": TEXT, "identity": OBJECT,
+    "format": COUNT, "step": COUNT, "skipped": COUNT, "plan": OBJECT, "identity": OBJECT,
     "files": FieldType("an object of files, with their bytes and SHA-256", _are_files),
     "loss_scale": FieldType("null, or a scale and a count of steps", lambda value: value is None or _is_scale(value)),
 }  # fmt: skip

@@ -192,6 +192,17 @@ def rename_file(fields: dict[str, Any], name: str) -> None:
     fields["files"][name] = fields["files"].pop("rank-00001.safetensors")
 
 
+def test_a_manifest_of_version_3_has_no_plan(run: RunDir) -> None:
+    assert read_manifest(newest(run)).plan == json.loads(run.plan.read_text())
+
+    def make_older(fields: dict[str, Any]) -> None:
+        del fields["plan"]
+        fields |= {"format": 3, "world_size": 2, "plan_digest": "0" * 64}
+
+    reseal(newest(run), make_older)
+    assert read_manifest(newest(run)).plan == {} and checkpoint_problems(newest(run)) == []
+
+
 WRONG_FILE_NAMES = ("../rank-00001.safetensors", "/etc/passwd", "", "a\0b", "model.safetensors")
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in WRONG_FILE_NAMES},
@@ -349,7 +360,7 @@ def different_tensors() -> dict[str, Shard]:
 def seal(folder: Path, written: tuple[str, dict[str, Any]] | None) -> None:
     """Write the manifest of a checkpoint of one file."""
     assert written
-    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
+    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, {}, {}, dict([written])).sealed())
 
 
 def test_tensors_of_any_dtype_and_shape_are_read_as_written(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_folder_that_another_run_used_before_the_lock_is_refused(
             checkpoint = other.rundir.checkpoint(1)
             checkpoint.mkdir(parents=True)
             files = {"rank-00000.safetensors": {"bytes": 1, "sha256": "0" * 64}}
-            manifest = Manifest(FORMAT_VERSION, 1, 2, other.digest(), other.identity(), files)
+            manifest = Manifest(FORMAT_VERSION, 1, json.loads(other.to_json()), other.identity(), files)
             (checkpoint / MANIFEST_NAME).write_bytes(manifest.sealed())
         lock(descriptor, operation)
 
@@ -427,7 +427,7 @@ def run_folder_after(
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"weights")
     files = {"rank-00000.safetensors": file_entry(folder / "rank-00000.safetensors")}
-    manifest = Manifest(FORMAT_VERSION, steps, 2, plan.digest(), plan.identity(), files)
+    manifest = Manifest(FORMAT_VERSION, steps, json.loads(plan.to_json()), plan.identity(), files)
     (folder / MANIFEST_NAME).write_bytes(manifest.sealed())
     if steps == total and export:
         fill(rundir.export, "config.json")
