@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
+from fsdptrain.checkpoint.export_check import LIMITS, Way, weights_memory
 from fsdptrain.checkpoint.nodes import report_full_disk
 from fsdptrain.checkpoint.resume import BASE_KEY
 from fsdptrain.checkpoint.save import save_tensors
@@ -169,7 +169,8 @@ class Exported:
             differs = quantised and recipe.export.merge_base == "original"
             memory = weights_memory(self.unsharded, self.dtype)
             name = "merged" if self.adapter else "model"
-            found[name] = Way(".", self.dtype, memory, None if differs else coarser(compute, self.dtype))
+            coarser = max(compute, self.dtype, key=LIMITS.__getitem__)
+            found[name] = Way(".", self.dtype, memory, None if differs else coarser)
         if self.adapter in ("separate", "both"):
             layers = [n for n, layer in self.unsharded.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
             found["separate"] = Way(

@@ -49,18 +49,15 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
-
-
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
-COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
+COUNTS = FieldType(
+    "a list of whole numbers from 0",
+    lambda value: isinstance(value, list) and bool(value) and all(map(COUNT.fits, value)),
+)
 NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
-NUMBERS = FieldType("an object of numbers", _are_numbers)
+NUMBERS = FieldType(
+    "an object of numbers", lambda value: isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
+)
 SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
