@@ -287,7 +287,7 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
     refused(".", recipe, *overrides, fresh="--fresh" in words)
     if overrides:
         with pytest.raises(RecipeError):
-            check_run_dir(plan_here(recipe, *overrides))
+            check_run_dir(plan_here(recipe, *overrides), fresh="checkpoint.resume=never" in words)
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
 
 
@@ -588,7 +588,7 @@ def test_only_the_checkpoints_of_the_own_run_are_continued_also_after_it_was_ren
     message = rf"checkpoint\.path: {place} holds the checkpoints of the run in {tmp_path}/run; choose another"
     refused(message, recipe, *words)
     with pytest.raises(RecipeError, match=message):
-        check_run_dir(plan_here(recipe, *words))
+        check_run_dir(plan_here(recipe, *words), fresh=False)
     with claim(recipe, words[0]) as found:  # its own
         assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
