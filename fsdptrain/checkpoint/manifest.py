@@ -26,7 +26,7 @@ from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unread
 from fsdptrain.plan.plan import open_plan
 from fsdptrain.run_folder.events import read_losses
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there, regular_file_status, system_errors
-from fsdptrain.run_folder.ownership import WEIGHTS, ExportRecord, file_stamps, read_export_record
+from fsdptrain.run_folder.ownership import ExportRecord, file_stamps, read_export_record
 from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, by_loss, field_fault, read_bytes
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location, checkpoint_name
@@ -233,7 +233,7 @@ def _links_inside(folder: Path) -> list[Path]:
         return [Path(entry.path) for entry in entries if entry.is_symlink()]
 
 
-CONFIG = "config.json"
+CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")  # that from_pretrained opens
 
 
 def is_model(folder: Path) -> bool:
@@ -339,5 +339,5 @@ def _differences(folder: Path, record: ExportRecord) -> list[str]:
         compare = partial(file_problem, checksums=True, record="that in export.json")
         found = pool.map(compare, [folder / name for name in names], entries)
         problems = [problem for problem in found if problem]
-    others = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern)) if path.name not in names]
+    others = [folder / name for name in WEIGHTS if name not in names and is_there(folder / name)]
     return problems + [f"{path} is not of this export, and from_pretrained may load it: remove it" for path in others]
