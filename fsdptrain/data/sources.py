@@ -352,7 +352,9 @@ def contents(path: DataPath) -> dict[DataFile, Content]:
 
 def _contents(files: list[DataFile], stamps: dict[DataFile, Stamp]) -> dict[DataFile, Content]:
     known = [stamps[file] for file in files]
-    changed_s = max((max(changes) for *_, changes in known), default=0) / 1e9
+    # An object does not change once it has its name in the cache.
+    changes = [max(stamps[file][3]) for file in files if not isinstance(file, DataObject)]
+    changed_s = max(changes, default=0) / 1e9
     if sum(size for _, size, *_ in known) < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
         return {file: _content(file) for file in files}
 
