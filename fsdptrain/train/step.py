@@ -493,18 +493,18 @@ class Engine:
         """Return this rank's part of each row."""
         return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
 
-    def logits(self, rows: Corpus) -> list[torch.Tensor]:
+    def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
         """Return the logits of `Corpus.with_rows`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
         graphs exist, but the head computes only the requested tokens. Nothing is rounded to float8. Of ranks that share
         rows only the first of each group has them: all are in the first part of a row. Of a pipeline, rank 0 gets them.
         """
-        lengths, found = rows.pieces[:, 1].tolist(), []
+        lengths, found = beginnings.pieces[:, 1].tolist(), []
         longest = max(lengths)
         with self.forward_only(), unrounded(self.model):
-            for numbers in self._micro_batches(rows):
-                logits = self._logits(rows, numbers, lambda hidden: hidden[:, :longest])
+            for numbers in self._micro_batches(beginnings):
+                logits = self._logits(beginnings, numbers, lambda hidden: hidden[:, :longest])
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
         return self.world.list_on_rank_zero(found, self._with_head)
 
