@@ -251,7 +251,10 @@ def run(
         try:
             with _os_errors_as_fsdptrain_errors():
                 written = find_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
-                plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+                from fsdptrain.launch.run_lock import claim_run_dir
+
+                plan = _plan_here(written, trust_remote_code)
+                earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
         except FsdptrainError as error:
             _print_error(error)
             from fsdptrain.failures.notify_nodes import tell_other_nodes
@@ -294,8 +297,7 @@ def run(
             if warning:
                 screen.say(warning)
         records = Tail(rundir.metrics)
-        trackers = stack.enter_context(tracked(plan, screen.say))
-        with _errors_recorded(rundir):
+        with tracked(plan, screen.say) as trackers, _errors_recorded(rundir):
             try:
                 launch(plan, screen, earlier, trackers.poll)
             except OutOfMemory as error:
@@ -303,21 +305,10 @@ def run(
                     start, config = screen.last.get("start"), str(rundir.model)
                     lines = relief_lines(plan, start, forecaster.forecast, config_dir=config)
                 raise OutOfMemory("\n".join([str(error), *lines])) from None
-        trackers.finish("finished")
         screen.summary(time.monotonic() - started)
         if plan.recipe.log.forecast and topology.device != "cpu" and is_first(launched):
             compare_with_measured(plan, records.read(), screen)
         next_steps(plan, sys.argv[1:], Page(screen.console))
-
-
-def _claim(
-    stack: contextlib.ExitStack, written: LoadedRecipe, fresh: bool, trust_remote_code: bool
-) -> tuple[Plan, EarlierAttempts]:
-    """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
-    from fsdptrain.launch.run_lock import claim_run_dir
-
-    plan = _plan_here(written, trust_remote_code)
-    return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
 def _plan_here(written: LoadedRecipe, trust_remote_code: bool) -> Plan:

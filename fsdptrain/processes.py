@@ -6,7 +6,6 @@ binds itself to its parent before it imports the module, because the import may 
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import ctypes
 import errno
@@ -127,16 +126,9 @@ def memory_limited_to(more: int) -> Iterator[None]:
 PROGRAM = "FSDPTRAIN_PROGRAM"  # the variable with the process of a Python program that waits for a command
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this process when its parent dies
 PR_SET_NAME = 15  # prctl(2): the name of this thread, and of the process if it is the first thread
-PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
+PARENT_POLL_S = 0.25  # between checks whether a foreign program, the parent, is alive
 ANSWER_POLL_S = 0.05  # between two calls of what a parent does while it waits for an answer
 NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, a closed descriptor, a closed terminal
-
-# Replacements for the characters of fsdptrain's own output that an encoding lacks; other characters are escaped.
-ASCII_FORMS: dict[str, str] = {
-    "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "▏": "|", "│": "|",
-    "─": "-", "━": "-",
-    **{chr(spinner): "*" for spinner in range(0x2800, 0x2900)},
-}  # fmt: skip
 
 
 def child_command(module: str, *words: object) -> list[bytes]:
@@ -191,8 +183,7 @@ def import_and_freeze(name: str) -> ModuleType:
 
 def name_process(name: str) -> None:
     """Give this process a name (15 bytes) for `top` and `pgrep`: a forked one has its parent's command line."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 class Child:
@@ -315,13 +306,11 @@ def answer_parent() -> Callable[..., None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when its parent process `parent` ends; at once if it has ended already.
+    """Let the kernel end this process when its parent process `parent` ends, even if it hangs in C code.
 
-    On Linux the kernel does this, even if this process hangs in C code; elsewhere a thread polls.
+    It ends at once if its parent has ended already.
     """
-    linux = sys.platform.startswith("linux")
-    if not linux or ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
-        watch_parent(parent)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl. The new parent need not be 1: a subreaper adopts orphans too
         os._exit(WorkerLost.exit_code)
 
@@ -385,10 +374,9 @@ class VisibleText(io.TextIOWrapper):
     """
 
     def __init__(self, buffer: IO[bytes], encoding: str) -> None:
-        """Characters that the encoding lacks are replaced or escaped."""
-        codecs.register_error("fsdptrain.plain", _replace_unencodable)
-        super().__init__(buffer, encoding, "fsdptrain.plain", line_buffering=True, write_through=True)
-        self.styled = io.TextIOWrapper(buffer, encoding, "fsdptrain.plain", line_buffering=True, write_through=True)
+        """Characters that the encoding lacks are escaped."""
+        super().__init__(buffer, encoding, "backslashreplace", line_buffering=True, write_through=True)
+        self.styled = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True, write_through=True)
 
     def write(self, text: str) -> int:
         """Write a text with its control characters visible."""
@@ -421,12 +409,6 @@ def exit_after_printing(code: int) -> NoReturn:
         print(f"fsdptrain: standard output cannot be written: {lost.strerror}", file=sys.stderr)
         code = CheckpointError.exit_code
     sys.exit(code)
-
-
-def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    text = "".join(ASCII_FORMS.get(character, character) for character in error.object[error.start : error.end])
-    return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def main() -> None:

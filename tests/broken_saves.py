@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -163,8 +164,8 @@ def write(storage: CheckpointStorage, step: int, world: int = 2) -> dict[str, An
 
 def save(storage: CheckpointStorage, step: int, plan: Plan | None = None) -> None:
     """Write a checkpoint of two ranks: of a plan, if one is given."""
-    digest, identity = (plan.digest(), plan.identity()) if plan else ("", {})
-    storage.publish(step, Manifest(FORMAT_VERSION, step, 2, digest, identity, write(storage, step)).sealed())
+    fields, identity = (json.loads(plan.to_json()), plan.identity()) if plan else ({}, {})
+    storage.publish(step, Manifest(FORMAT_VERSION, step, fields, identity, write(storage, step)).sealed())
 
 
 def load_alone(folder: Location, shards: dict[str, Shard]) -> None:

@@ -23,22 +23,26 @@ from transformers import AutoConfig, PreTrainedModel
 from fsdptrain.checkpoint.export_check import POLL_S, Sample, comparison
 from fsdptrain.checkpoint.export_tensors import Exported, publish
 from fsdptrain.checkpoint.manifest import (
-    BASE_KEY,
     CONFIG,
-    DATA_KEY,
-    HELD_OUT_KEY,
-    TOKENIZER_KEY,
     checkpoint_problems,
     file_sums,
     read_manifest,
     reject_external_symlinks,
 )
-from fsdptrain.checkpoint.resume import WITHOUT_EFFECT, resume_problems
+from fsdptrain.checkpoint.resume import (
+    BASE_KEY,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    TOKENIZER_KEY,
+    WITHOUT_EFFECT,
+    resume_problems,
+)
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import CheckpointReader, Tensors
 from fsdptrain.config.adapter import ADAPTER_FOLDER
 from fsdptrain.config.keys import flat, yaml_text
 from fsdptrain.config.paths import is_hub_data, places
+from fsdptrain.config.rules import unmet_needs
 from fsdptrain.config.schema import Recipe
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CUSTOM_CODE, CheckpointError, RecipeError, StorageError, first_line
@@ -212,15 +216,12 @@ def with_options(plan: Plan, adapter: str | None, merge_base: str | None) -> Pla
 
     Raises RecipeError if one of them has no effect on this run.
     """
-    kind = plan.recipe.adapter.kind
-    if adapter and not kind:
-        raise RecipeError("--adapter has no effect: the run has no adapter (adapter.kind)")
-    plan = varied(plan, {"export.adapter": adapter}) if adapter else plan
-    if merge_base and kind != "qlora":
-        raise RecipeError("--merge-base has no effect: only a run with adapter.kind: qlora has quantised weights")
-    if merge_base and plan.recipe.export.adapter == "separate":
-        raise RecipeError("--merge-base has no effect on a separate adapter: add --adapter merged, or both")
-    return varied(plan, {"export.merge_base": merge_base}) if merge_base else plan
+    options = {"export.adapter": adapter, "export.merge_base": merge_base}
+    given = {key: value for key, value in options.items() if value}
+    plan = varied(plan, given)
+    if problems := [*unmet_needs(plan.recipe, given)]:
+        raise RecipeError(problems)
+    return plan
 
 
 def check_frozen_files(plan: Plan, identity: dict[str, Any]) -> None:
@@ -335,8 +336,11 @@ def write_cards(folder: Path, what: Exported, sums: dict[str, str], out: Path, b
 def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
     from jinja2 import Environment, StrictUndefined
 
-    plan, recipe, state, identity = what.plan, what.plan.recipe, _state_at(what.rundir, what.step), what.identity
-    published = _published(recipe.model.id)
+    plan, recipe, identity = what.plan, what.plan.recipe, what.identity
+    records = Tail(what.rundir.metrics, from_end=False).read()
+    state = RunState.of(record for record in records if record.get("step", 0) <= what.step)
+    model = recipe.model.id
+    published = None if model is None or Path(model).is_dir() else model  # others do not have a folder
     metadata = ModelCardData(
         base_model=published,
         base_model_relation=("adapter" if is_adapter else "finetune") if published else None,
@@ -352,7 +356,7 @@ def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
     text = environment.from_string(shipped("checkpoint", "card.md").read_text(encoding="utf-8")).render(
         metadata=metadata.to_yaml(),
         export=what,
-        base=published or Path(str(recipe.model.id)).name,
+        base=published or Path(str(model)).name,
         architecture=type(what.unsharded).__name__,
         mtp=mtp,
         is_adapter=is_adapter,
@@ -371,18 +375,6 @@ def _card(what: Exported, sums: dict[str, str], is_adapter: bool) -> ModelCard:
         sums=sums,
     )
     return ModelCard(printable(text))
-
-
-def _published(name: str | None) -> str | None:
-    """Return the name of a model on the Hub; None for a folder, which others do not have."""
-    return None if name is None or Path(name).is_dir() else name
-
-
-def _state_at(rundir: RunDir, step: int) -> RunState:
-    """Return the state of the run at the step of the export."""
-    return RunState.of(
-        record for record in Tail(rundir.metrics, from_end=False).read() if record.get("step", 0) <= step
-    )
 
 
 def _changed_keys(plan: Plan) -> Iterator[str]:

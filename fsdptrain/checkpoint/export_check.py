@@ -181,11 +181,6 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
     return found
 
 
-def coarser(*dtypes: str) -> str:
-    """Return the dtype with the largest limit."""
-    return max(dtypes, key=LIMITS.__getitem__)
-
-
 def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
     """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4.
 

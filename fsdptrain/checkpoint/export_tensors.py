@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import constants, split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -22,9 +22,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.export_check import Way, coarser, weights_memory
-from fsdptrain.checkpoint.manifest import BASE_KEY, INDEX
+from fsdptrain.checkpoint.export_check import LIMITS, Way, weights_memory
 from fsdptrain.checkpoint.nodes import report_full_disk
+from fsdptrain.checkpoint.resume import BASE_KEY
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
@@ -169,7 +169,8 @@ class Exported:
             differs = quantised and recipe.export.merge_base == "original"
             memory = weights_memory(self.unsharded, self.dtype)
             name = "merged" if self.adapter else "model"
-            found[name] = Way(".", self.dtype, memory, None if differs else coarser(compute, self.dtype))
+            coarser = max(compute, self.dtype, key=LIMITS.__getitem__)
+            found[name] = Way(".", self.dtype, memory, None if differs else coarser)
         if self.adapter in ("separate", "both"):
             layers = [n for n, layer in self.unsharded.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
             found["separate"] = Way(
@@ -274,7 +275,7 @@ class SafetensorsWriter:
         self.bytes = int(files.metadata["total_size"])
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": dict(sorted(files.tensor_to_filename.items()))}
-            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            (folder / constants.SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def add(self, tensors: Tensors) -> None:
         """Write tensors, under their names in the file. Raises CheckpointError if one is not as expected."""

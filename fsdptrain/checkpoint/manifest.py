@@ -21,33 +21,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
+from fsdptrain.config.adapter import ADAPTER_CONFIG
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable
 from fsdptrain.plan.plan import open_plan
 from fsdptrain.run_folder.events import read_losses
-from fsdptrain.run_folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.run_folder.ownership import CARD, ExportRecord, file_stamps, read_export_record
-from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, by_loss, field_fault
+from fsdptrain.run_folder.files import NOTHING_THERE, is_there, regular_file_status, system_errors
+from fsdptrain.run_folder.ownership import ExportRecord, file_stamps, read_export_record
+from fsdptrain.run_folder.records import COUNT, OBJECT, TEXT, FieldType, by_loss, field_fault, read_bytes
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import MANIFEST_NAME, Location, checkpoint_name
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
-FORMAT_VERSION = 3
-MAX_BYTES = 2**24  # of a manifest; one of a hundred thousand files is smaller
+FORMAT_VERSION, READABLE = 4, (3, 4)
+NOT_READ = ("sha256", "world_size", "plan_digest")  # the last two of version 3, which had no plan
 CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
-# Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
-# find the same; a resume must find it again, except for MEASURED.
-BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
-
-DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
-TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
-TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
-CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
-RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
-MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -57,8 +47,7 @@ class Manifest:
 
     format: int
     step: int
-    world_size: int
-    plan_digest: str
+    plan: dict[str, Any]  # {}: not known
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
     skipped: int = 0  # of the steps, those that were not finite: the optimizer has not made them
@@ -83,49 +72,33 @@ def read_manifest(folder: Location) -> Manifest:
     CheckpointError when it is missing or differs from what was written.
     """
     path = folder / MANIFEST_NAME
-    raw = _read_bytes(path)
-    fields = parse_object(path, raw)
+    try:
+        with system_errors(path):
+            if folder.is_symlink():
+                raise CheckpointError(f"{folder} is a link, which may lead elsewhere")
+        raw = read_bytes(path)
+        fields = json.loads(raw)
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")
+    except NOTHING_THERE:
+        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}: the checkpoint is not complete") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {str(error).removeprefix(f'{path}: ')}") from None
     version = fields.get("format")
     # Compare the version before the checksum, which another version may compute differently.
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is int and version not in READABLE:
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
             f"reads {FORMAT_VERSION}): continue with that version, or choose another output_dir"
         )
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    del fields["sha256"]
+    fields = {"plan": {}} | {name: value for name, value in fields.items() if name not in NOT_READ}
     if fields.keys() != FIELDS.keys():
         raise CheckpointError(f"{path} is not a valid manifest: its fields are {reprlib.repr(sorted(fields))}")
     if fault := field_fault(fields, FIELDS):
         raise CheckpointError(f"{path} is not a valid manifest: {fault}")
     return Manifest(**fields)
-
-
-def parse_object(path: Location, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object that the bytes of a file hold; raises CheckpointError when they hold anything else."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: not a JSON object")
-    return value
-
-
-def _read_bytes(path: Location) -> bytes:
-    """Return a manifest's bytes; raises CheckpointError for links, which lead elsewhere, and pipes, which never end."""
-    try:
-        with system_errors(path):
-            if path.parent.is_symlink() or not regular_file_status(path):
-                raise CheckpointError(f"{path} is not a regular file in a regular folder")
-            with path.open("rb") as stream:
-                raw = stream.read(MAX_BYTES + 1)
-    except NOTHING_THERE:
-        raise CheckpointError(f"{path.parent} has no {MANIFEST_NAME}: the checkpoint is not complete") from None
-    if len(raw) > MAX_BYTES:
-        raise CheckpointError(f"{path} is damaged: too large for a manifest (over {MAX_BYTES:,} bytes)")
-    return raw
 
 
 def _are_files(value: Any) -> bool:
@@ -146,7 +119,7 @@ def _is_scale(value: Any) -> bool:
 
 ENTRY = {"bytes": COUNT, "sha256": TEXT}
 FIELDS = {
-    "format": COUNT, "step": COUNT, "skipped": COUNT, "world_size": COUNT, "plan_digest": TEXT, "identity": OBJECT,
+    "format": COUNT, "step": COUNT, "skipped": COUNT, "plan": OBJECT, "identity": OBJECT,
     "files": FieldType("an object of files, with their bytes and SHA-256", _are_files),
     "loss_scale": FieldType("null, or a scale and a count of steps", lambda value: value is None or _is_scale(value)),
 }  # fmt: skip
@@ -260,7 +233,7 @@ def _links_inside(folder: Path) -> list[Path]:
         return [Path(entry.path) for entry in entries if entry.is_symlink()]
 
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")  # that from_pretrained opens
 
 
 def is_model(folder: Path) -> bool:
@@ -345,14 +318,12 @@ def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | Non
 
 
 def _survey_export(rundir: RunDir) -> dict[str, Any]:
-    """Open the files of the export, and compare them with the index and with the sizes and checksums in export.json."""
+    """Compare the files of the export with the sizes and checksums in export.json."""
     folder, unreadable = rundir.export, False
     try:
-        record = read_export_record(rundir)
-        _check_export(folder)
-        problems = _differences(folder, record)
-    except CheckpointError as error:
-        problems, unreadable = [str(error)], isinstance(error, StorageError)
+        problems = _differences(folder, read_export_record(rundir))
+    except StorageError as error:
+        problems, unreadable = [str(error)], True
     sizes = [size for size, _ in file_stamps(folder).values()]
     return {
         "path": str(folder), "bytes": sum(sizes), "files": len(sizes), "problems": problems, "unreadable": unreadable,
@@ -362,66 +333,11 @@ def _survey_export(rundir: RunDir) -> dict[str, Any]:
 def _differences(folder: Path, record: ExportRecord) -> list[str]:
     if record.step is None:
         return [f"{record.fault or 'export.json is missing'}, so contents were not compared"]
-    names = sorted(record.files.keys() - {CARD})
-    entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
+    names = sorted(record.files.keys() & record.sums.keys())  # a model card has no sum
+    entries = [{"bytes": record.files[name][0], "sha256": record.sums[name]} for name in names]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        compare = partial(file_problem, record="that in export.json")
-        found = pool.map(compare, [folder / name for name in names], entries, [name in record.sums for name in names])
-        return [problem for problem in found if problem]
-
-
-def _check_export(folder: Path) -> None:
-    """Raise CheckpointError when a part of an export is missing, unreadable, or hidden by older weights."""
-    if is_there(folder / ADAPTER_CONFIG):  # an adapter by itself
-        _check_adapter(folder)
-        return
-    if is_there(folder / ADAPTER_FOLDER / ADAPTER_CONFIG):
-        _check_adapter(folder / ADAPTER_FOLDER)
-    _read_object(folder / CONFIG)
-    if not is_there(folder / INDEX):
-        _tensor_names(folder / WEIGHTS)
-        return
-    if is_there(folder / WEIGHTS):  # from_pretrained tries this name first
-        raise CheckpointError(
-            f"{folder / WEIGHTS} exists besides {INDEX}: from_pretrained loads it instead of the files in the index; "
-            "remove the one that does not belong to this export, or run `fsdptrain export` again"
-        )
-    weight_map = _read_object(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
-    ):
-        raise CheckpointError(f"{folder / INDEX} does not name a file of the folder for every tensor")
-    for file in sorted(set(weight_map.values())):
-        missing = {name for name, home in weight_map.items() if home == file} - _tensor_names(folder / file)
-        if missing:
-            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} lists for this file")
-
-
-def _check_adapter(folder: Path) -> None:
-    _read_object(folder / ADAPTER_CONFIG)
-    if not _tensor_names(folder / ADAPTER_WEIGHTS):
-        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} is empty")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with system_errors(path):
-        return parse_object(path, _check_regular(path).read_bytes())
-
-
-def _tensor_names(path: Path) -> set[str]:
-    """Return the names of the tensors in a safetensors file; opening it compares its header with its length."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with system_errors(path), safe_open(openable(_check_regular(path)), framework="numpy") as opened:
-            return set(opened.keys())
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-
-
-def _check_regular(path: Path) -> Path:
-    """Return the path of a regular file; raise CheckpointError for another or none, StorageError if it is unknown."""
-    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
-        if regular_file_status(path):
-            return path
-    raise CheckpointError(f"{path} is missing or not a regular file")
+        compare = partial(file_problem, checksums=True, record="that in export.json")
+        found = pool.map(compare, [folder / name for name in names], entries)
+        problems = [problem for problem in found if problem]
+    others = [folder / name for name in WEIGHTS if name not in names and is_there(folder / name)]
+    return problems + [f"{path} is not of this export, and from_pretrained may load it: remove it" for path in others]

@@ -1,46 +1,41 @@
 """Earlier attempts of a run: their plans, what they trained, and what a new plan changes. No torch.
 
-Every attempt that trains writes its plan into `plans/` (of several nodes or ranks, one writes), and a checkpoint holds
-the digest of its plan. So a resume can tell how its plan differs from the one that the weights were trained with,
-whatever attempts came in between.
+A checkpoint holds its plan. So a resume can tell how its plan differs from the one that the weights were trained with,
+whatever attempts came in between. Every attempt that trains also writes its plan into `plans/` (of several nodes or
+ranks, one writes).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import (
-    BASE_KEY,
-    CODE_KEY,
-    DATA_KEY,
-    HELD_OUT_KEY,
-    MEASURED,
-    RESOLVED,
-    TOKENIZER_KEY,
-    TOKENS_KEY,
-    Manifest,
-    complete_steps,
-    newest_manifest,
-    read_manifest,
-)
+from fsdptrain.checkpoint.manifest import complete_steps, newest_manifest, read_manifest
 from fsdptrain.config.keys import KEYS, flat
 from fsdptrain.config.mixture import mixture_changes
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import OtherVersion, Problem, RecipeError, Unreadable, listed
-from fsdptrain.plan.plan import HAS_MOMENTUM, LAYOUT_KEY, Plan, open_plan
-from fsdptrain.run_folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
+from fsdptrain.errors import OtherVersion, Problem, RecipeError, listed
+from fsdptrain.plan.plan import HAS_MOMENTUM, LAYOUT_KEY, Plan
+from fsdptrain.run_folder.files import is_there, set_aside, write_atomically
 from fsdptrain.run_folder.ownership import ExportRecord, export_has, read_export_record
-from fsdptrain.run_folder.records import RunState, Tail, by_loss, ends_early, read_object
+from fsdptrain.run_folder.records import RunState, Tail, by_loss, ends_early
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import checkpoint_name
 from fsdptrain.text import counted
+
+# Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
+# find the same; a resume must find it again, except for MEASURED.
+BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
+
+DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
+TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
+TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
+CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
+RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
+MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
 WITHOUT_EFFECT = (
@@ -69,8 +64,8 @@ def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
     A `recipe.yaml` that was edited since the last attempt is renamed to `recipe.yaml.kept`.
     """
     rundir.plans.mkdir(exist_ok=True)
-    numbers = [int(path.stem) for path in _archived_plans(rundir)]
-    last = max(numbers, default=0)
+    numbers = (path.stem for path in rundir.plans.glob("*.json"))
+    last = max((int(number) for number in numbers if re.fullmatch(r"[0-9]{4,9}", number)), default=0)
     unedited = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
     if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in unedited:
         set_aside(rundir.recipe)
@@ -181,8 +176,7 @@ def changes_since(rundir: RunDir, step: int, plan: Plan, identity: dict[str, Any
     if not step:
         return {}
     manifest = read_manifest(rundir.checkpoint(step))
-    changes = plan_changes(_plan_of_checkpoint(rundir, manifest, plan), plan)
-    return changes | measured_changes(manifest.identity, identity)
+    return plan_changes(manifest.plan, plan) | measured_changes(manifest.identity, identity)
 
 
 def _held_out_identity(plan: Plan) -> dict[str, Any]:
@@ -220,40 +214,6 @@ def too_few_steps(trained: int, wanted: int, total: int | None = None) -> str:
 def describe_changes(changed: Changes) -> list[str]:
     """Return one line per changed key: `optim.lr: 0.001 → 1e-05`."""
     return [f"{key}: {old} → {new}" for key, (old, new) in changed.items()]
-
-
-def _archived_plans(rundir: RunDir) -> list[Path]:
-    return sorted(
-        (path for path in rundir.plans.glob("*.json") if re.fullmatch(r"[0-9]{4,9}", path.stem)),
-        key=lambda path: int(path.stem),
-    )
-
-
-def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[str, Any]:
-    """Return the fields of the plan that made a checkpoint; if it was not archived, of the newest other than `now`."""
-    newest: dict[str, Any] = {}
-    worlds = (manifest.world_size, now.topology.world_size)
-    for fields, plan in _plans_of_attempts(rundir):
-        plans = [plan.of_attempt({"world_size": ranks}) for ranks in worlds] if plan else []
-        for each in plans:
-            if each.digest() == manifest.plan_digest:
-                found: dict[str, Any] = json.loads(each.to_json())
-                return found
-        newest = newest or (fields if now not in plans else {})
-    return newest
-
-
-def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | None]]:
-    """Yield the plan of every attempt, the newest first: its fields, and the plan if this version can read it."""
-    for path in reversed([rundir.plan, *_archived_plans(rundir)]):
-        try:
-            fields = read_object(path)
-        except (*NOTHING_THERE, Unreadable):
-            continue
-        plan = None
-        with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
-            plan = open_plan(path)
-        yield fields, plan
 
 
 _MISSING = object()

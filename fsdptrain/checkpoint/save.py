@@ -178,8 +178,7 @@ class Checkpointer:
             path = scratch / f"rank-{self.world.rank:05d}.safetensors"
             write = partial(write_shards, path, staged, read_back, partial(storage.deliver, step))
             files = dict(filter(None, self._on_every_rank(action, with_disk_report(write))))
-            digest, ranks = self.plan.digest(), self.world.size
-            manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, *engine)
+            manifest = Manifest(FORMAT_VERSION, step, json.loads(self.plan.to_json()), self.identity, files, *engine)
             publish = partial(storage.publish, step, manifest.sealed())
             self._on_rank_zero(action, with_disk_report(publish))
         except BaseException as error:

@@ -6,8 +6,9 @@ No other module compares the names of formats: they read these properties. To ad
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any, Literal
+
+from fsdptrain.config.rows import Row
 
 LongRows = Literal["split", "cut", "drop"]
 UNITS = ("label token", "row", "pair")  # by `Format.answers`: over what a loss is a mean
@@ -20,9 +21,10 @@ PROMPT: Names = (
 COMPLETION: Names = ("completion", "output", "response", "answer", "solution", "target", "targets", "answers")
 TOOLS: Names = ("tools", "functions")
 SYSTEM: Names = ("system", "system_prompt", "system_message")
+NONE: dict[str, Names] = {}
 
 
-class Format(StrEnum):
+class Format(Row):
     """A data format; its value is the word in the recipe. The order is from the least to the most specific.
 
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
@@ -38,14 +40,14 @@ class Format(StrEnum):
     optional: dict[str, Names]
     answers: int
 
-    text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
+    text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split", False, NONE, 0
     prompt_completion = (
         "prompt_completion",
-        {"prompt": PROMPT, "completion": COMPLETION}, "cut", False, {"system": SYSTEM},
+        {"prompt": PROMPT, "completion": COMPLETION}, "cut", False, {"system": SYSTEM}, 0,
     )  # fmt: skip
     chat = (
         "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
-        True, {"tools": TOOLS, "system": SYSTEM},
+        True, {"tools": TOOLS, "system": SYSTEM}, 0,
     )  # fmt: skip
     feedback = (
         "feedback", {"completion": (*COMPLETION, "messages", "conversations"), "label": ("label", "kto_tag")}, "cut",
@@ -55,22 +57,6 @@ class Format(StrEnum):
         "preference", {"chosen": ("chosen",), "rejected": ("rejected",)}, "cut",
         False, {"prompt": (*PROMPT, "conversations", "conversation"), "tools": TOOLS, "system": SYSTEM}, 2,
     )  # fmt: skip
-
-    def __new__(
-        cls,
-        word: str,
-        fields: dict[str, Names],
-        long_rows: LongRows,
-        is_chat: bool = False,
-        optional: dict[str, Names] | None = None,
-        answers: int = 0,
-    ) -> Format:
-        """Make the member of a row."""
-        member = str.__new__(cls, word)
-        member._value_ = word
-        member.fields, member.long_rows, member.is_chat = fields, long_rows, is_chat
-        member.optional, member.answers = optional or {}, answers
-        return member
 
     @property
     def has_prompt(self) -> bool:

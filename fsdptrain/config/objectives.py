@@ -7,9 +7,9 @@ section with its keys to `config.schema`, and its loss to `LOSSES` of `model.obj
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 from fsdptrain.config.formats import Format
+from fsdptrain.config.rows import Row
 
 OF_PAIRS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
 OF_ROWS = ("rewards_desirable", "rewards_undesirable", "margin", "kl")
@@ -22,7 +22,7 @@ SHOWN = {  # measures in tables, in their order → title and form
 }  # fmt: skip
 
 
-class Objective(StrEnum):
+class Objective(Row):
     """An objective; its value is the word in the recipe, and the section of `train` with its keys.
 
     `says`: what it learns. `answers`: how many answers of a row it judges as wholes; 0: its loss is a sum over label
@@ -38,49 +38,31 @@ class Objective(StrEnum):
     source: str
     needs_teacher: bool
 
-    next_token = "next_token", "predict the trained tokens"
+    next_token = "next_token", "predict the trained tokens", 0, (), False, "", False
     dpo = (
         "dpo", "prefer the chosen answer of each pair to the rejected one", 2, OF_PAIRS, True,
-        "Rafailov et al., arXiv:2305.18290",
+        "Rafailov et al., arXiv:2305.18290", False,
     )  # fmt: skip
     ipo = (
         "ipo", "prefer it by a fixed margin, which does not grow without end where all agree", 2, OF_PAIRS, True,
-        "Azar et al., arXiv:2310.12036",
+        "Azar et al., arXiv:2310.12036", False,
     )  # fmt: skip
     simpo = (
         "simpo", "prefer it by its mean log-probability, without a reference", 2, OF_PAIRS, False,
-        "Meng et al., arXiv:2405.14734",
+        "Meng et al., arXiv:2405.14734", False,
     )  # fmt: skip
     orpo = (
         "orpo", "fine-tune on it, and prefer it by its odds, without a reference", 2, OF_PAIRS, False,
-        "Hong et al., arXiv:2403.07691",
+        "Hong et al., arXiv:2403.07691", False,
     )  # fmt: skip
     kto = (
         "kto", "make desirable answers likelier and undesirable ones less likely", 1, OF_ROWS, True,
-        "Ethayarajh et al., arXiv:2402.01306",
+        "Ethayarajh et al., arXiv:2402.01306", False,
     )  # fmt: skip
     distill = (
         "distill", "predict the trained tokens as a teacher does", 0, ("kl", "cross_entropy"), False,
         "Hinton et al., arXiv:1503.02531", True,
     )  # fmt: skip
-
-    def __new__(
-        cls,
-        word: str,
-        says: str,
-        answers: int = 0,
-        measures: tuple[str, ...] = (),
-        needs_reference: bool = False,
-        source: str = "",
-        needs_teacher: bool = False,
-    ) -> Objective:
-        """Make the member of a row."""
-        member = str.__new__(cls, word)
-        member._value_ = word
-        member.says, member.answers, member.measures = says, answers, measures
-        member.needs_reference, member.source = needs_reference, source
-        member.needs_teacher = needs_teacher
-        return member
 
     @property
     def unit(self) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal
+
+from fsdptrain.config.rows import Row
 
 # The dtypes that a recipe can name, and the bytes of one element.
 Dtype = Literal["float32", "bfloat16"]
@@ -150,7 +151,7 @@ class OptimizerTraits:
 ADAM_SETTINGS: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8}
 
 
-class OptimizerKind(StrEnum):
+class OptimizerKind(Row):
     """An optimizer; its name and value are the word in the recipe."""
 
     traits: OptimizerTraits
@@ -225,12 +226,6 @@ class OptimizerKind(StrEnum):
             keeps_if="momentum",
         ),
     )
-
-    def __new__(cls, word: str, traits: OptimizerTraits) -> OptimizerKind:
-        """Make the member of a row."""
-        member = str.__new__(cls, word)
-        member._value_, member.traits = word, traits
-        return member
 
     @property
     def leaner(self) -> OptimizerKind | None:

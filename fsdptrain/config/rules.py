@@ -33,7 +33,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     A message names a key of each section that its rule reads, as `reader.parse` expects.
     """
     of_data = {path for path in where if path.startswith("data.")} if recipe.data.sources else set()
-    yield from _unmet_needs(recipe, where.keys() - of_data)
+    yield from unmet_needs(recipe, where.keys() - of_data)
     yield from path_problems(recipe)
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
@@ -103,7 +103,7 @@ def profile_problem(recipe: Recipe, total_steps: int | None) -> Problem | None:
     return None
 
 
-def _unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
+def unmet_needs(recipe: Recipe, written: Collection[str]) -> Iterator[Problem]:
     """Yield a problem for each `written` key that has no effect without another key, or with its value."""
     for path, key in KEYS.items():
         own = value_at(recipe, path)
@@ -236,7 +236,7 @@ def _mixture_problems(recipe: Recipe, written: Collection[str]) -> Iterator[Prob
     for source, item in zip(sources_of(recipe.data), recipe.data.sources, strict=True):
         alone = dataclasses.replace(recipe, data=source.data)
         own = {f"data.{key}" for key in item if key in SOURCE_KEYS}
-        found = [*_unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
+        found = [*unmet_needs(alone, {*written, *own}), *(_data_problems(alone) if source.data.path else ())]
         # All sources are of the format that the objective needs.
         for problem in [*(each for each in found if each.field in own), *_objective_problems(alone)]:
             key = (problem.field or "").removeprefix("data.")

@@ -6,13 +6,14 @@ and, if its ranks form a new kind of mesh, the mesh to `parallel.world`.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Literal
+
+from fsdptrain.config.rows import Row
 
 CopySpan = Literal["world", "group", "rank"]  # the ranks that share one copy of the model: all, fsdp.shard_size, one
 
 
-class Strategy(StrEnum):
+class Strategy(Row):
     """A sharding strategy; its value is the word in the recipe.
 
     `span`: the ranks that share one copy of the weights, gradients and optimizer state. `reshards`: gathered weights
@@ -27,12 +28,6 @@ class Strategy(StrEnum):
     HYBRID_SHARD = "HYBRID_SHARD", "group", True
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2", "group", False
     NO_SHARD = "NO_SHARD", "rank", False
-
-    def __new__(cls, word: str, span: CopySpan, reshards: bool) -> Strategy:
-        """Make the member of a row."""
-        member = str.__new__(cls, word)
-        member._value_, member.span, member.reshards = word, span, reshards
-        return member
 
     @property
     def replicates(self) -> bool:

@@ -247,17 +247,6 @@ class Corpus(EncodedRows):
         """The corpora that this one consists of: itself."""
         return [self]
 
-    def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
-        """Return a corpus with the beginning of the first piece of sequences `numbers`, each in one of its own.
-
-        A beginning has at most `length` tokens.
-        """
-        first = self.pieces[self.offsets[list(numbers)]]
-        lengths = np.minimum(first[:, 1], length)
-        pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
-        offsets = np.arange(len(pieces) + 1)
-        return dataclasses.replace(self, pieces=pieces, offsets=offsets, labels=lengths, answers=0, teacher=None)
-
     def with_rows(self, rows: Sequence[Sequence[int]], seq_len: int) -> Corpus:
         """Return a corpus of these rows of tokens, each in a sequence of its own, without labels."""
         lengths = np.array([len(row) for row in rows])

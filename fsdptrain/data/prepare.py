@@ -97,9 +97,7 @@ NOT_OF_TOKENS = frozenset(
     {"path", "revision", "max_rows", "eval", "sources", "seq_len", "packing", "long_rows", "chat_template"}
 )
 KIND = "tokens"  # of the folders of parts in the cache
-# What rows of a folder hold that is not read → count, and place of the first: number of its part (0 in the folder of a
-# part), number of its source there, whose name may be another in the next run, and the rest of the place.
-UNREAD_FILE = "unread.json"
+UNREAD_FILE = "unread.json"  # what rows of a folder hold that is not read → count, and place of the first
 SMALL = 2**20  # bytes; smaller files share parts
 POOLED = 2**25  # bytes to encode from which on more processes are worth their start
 POLL_S = 0.2  # between two reports of what the processes have done
@@ -139,7 +137,7 @@ def parts_of(path: DataPath) -> list[DataPart]:
         bounds = _bounds(sources[group[0]].cuts or found[group[0]].cuts) if len(group) == 1 else [(BEGIN, None)]
         for start, stop in bounds:
             content = [[data_kind(file.name), found[file].sha256, start, stop] for file in group]
-            part_bytes = sum(number for _, number, _ in own.values()) // len(bounds)
+            part_bytes = sum(number for _, number, *_ in own.values()) // len(bounds)
             parts.append(DataPart(content, [sources[file].between(start, stop) for file in group], own, part_bytes))
     return parts
 
@@ -222,18 +220,12 @@ class PartEncoder:
             (folder / "conversations.bin").write_bytes(encoder.conversations.tobytes())
         notes = {"rows": done, "dropped": encoder.dropped, "tokens": sum(kept), **encoder.notes}
         (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
-        found, names = dict[str, list[Any]](), [source.name for source in part.sources]
-        for what, (count, place) in unread.found.items():
-            name = max((each for each in names if place.startswith(each)), key=len)
-            found[what] = [count, 0, names.index(name), place.removeprefix(name)]
-        (folder / UNREAD_FILE).write_text(json.dumps(found), encoding="utf-8")
+        (folder / UNREAD_FILE).write_text(json.dumps(unread.found), encoding="utf-8")
 
 
-def unread_in(folder: Path, path: DataPath) -> dict[str, tuple[int, str]]:
-    """Return what rows of a data set hold that is not read: what → (count, place of the first)."""
+def _unread_in(folder: Path) -> dict[str, tuple[int, str]]:
     found = json.loads((folder / UNREAD_FILE).read_text(encoding="utf-8"))
-    parts = parts_of(path) if found else []
-    return {what: (count, f"{parts[part].sources[n].name}{rest}") for what, (count, part, n, rest) in found.items()}
+    return {what: (count, place) for what, (count, *_, place) in found.items()}  # earlier versions: without the file
 
 
 def encode_parts(
@@ -323,8 +315,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
     if data.format.has_label:
         notes["desirable"] = 0
     ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
-    parts, unread, digest = list[tuple[str, int, bool]](), dict[str, list[Any]](), hashlib.sha256()
-    for of_part, part in enumerate(encoded):
+    parts, unread, digest = list[tuple[str, int, bool]](), dict[str, tuple[int, str]](), hashlib.sha256()
+    for part in encoded:
         found = json.loads((part / "notes.json").read_text(encoding="utf-8"))
         read, kept = (np.fromfile(part / f"{of}.bin", TOKENS) for of in ("lengths", "kept"))
         # Cut or leave out what is too long. What is not is read where it is.
@@ -358,8 +350,9 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
         notes["tokens"] += int(sizes.sum())
         for name in OF_TURNS:
             notes[name] += found.get(name, 0)
-        for what, (count, _, *place) in json.loads((part / UNREAD_FILE).read_text(encoding="utf-8")).items():
-            unread.setdefault(what, [0, of_part, *place])[0] += count
+        for what, (count, place) in _unread_in(part).items():
+            before, first = unread.get(what, (0, place))
+            unread[what] = (before + count, first)
         if used.any():
             parts.append((f"{part.parent.name}/{part.name}", int(sizes.sum()), is_copied))
     for name, arrays in (("ends", ends), ("lengths", lengths), ("conversations", conversations)):
@@ -681,7 +674,7 @@ def open_rows(
     return EncodedRows(
         **streams, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
         name=folder.name, answers=data.format.answers,
-        unread=unread_in(folder, path),
+        unread=_unread_in(folder),
     )  # fmt: skip
 
 

@@ -298,25 +298,26 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
 
 def file_sizes(path: DataPath) -> dict[str, int]:
     """Return the bytes of every file behind a path by its name or URL, {} for a Hub data set; nothing is downloaded."""
-    found = _found(path)
-    return dict((str(e), e.size) if isinstance(e, DataObject) else stamp(e)[:2] for e in found)
+    return {str(each): each.size if isinstance(each, DataObject) else stamp(each)[1] for each in _found(path)}
 
 
-Stamp = tuple[str, int, int]  # of a data file: name, bytes, mtime in ns
+Stamp = list[Any]  # JSON: name and bytes of a data file, and what changes with its content
 
 
 def stamp(file: DataFile) -> Stamp:
-    """Return name, bytes and mtime of a data file."""
-    with file_errors(file):
-        status = file.path.stat()
-    return file.name, status.st_size, status.st_mtime_ns
+    """Return name, bytes, inode, and when content and status were changed in ns: no write leaves all of them.
+
+    The file is opened, because a client of NFS trusts what it knows of files that are not.
+    """
+    with file_errors(file), file.path.open("rb") as stream:
+        status = os.fstat(stream.fileno())
+    return [file.name, status.st_size, status.st_ino, [status.st_mtime_ns, status.st_ctime_ns]]
 
 
 def fingerprint(path: DataPath) -> str:
     """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit.
 
     From QUICKLY_READ on they are read by one process of a node only: their digest is cached, until a file is changed.
-    The copies of objects do not change: their digest is cached by URL, size and ETag.
     """
     if is_hub_data(path):
         data = HubData.of(path)
@@ -341,17 +342,19 @@ def contents(path: DataPath) -> dict[DataFile, Content]:
 
     From QUICKLY_READ on it is cached: that of each large file by itself, that of all others together.
     """
-    states = {file: _state(file) for file in readable_files(path)}
-    large = [file for file, (_, size, *_) in states.items() if size >= QUICKLY_READ]
-    groups = [[file] for file in large] + [[file for file in states if file not in set(large)]]
+    stamps = {file: stamp(file) for file in readable_files(path)}
+    large = [file for file, (_, size, *_) in stamps.items() if size >= QUICKLY_READ]
+    groups = [[file] for file in large] + [[file for file in stamps if file not in set(large)]]
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:  # hashing leaves the GIL
-        found = dict(chain.from_iterable(pool.map(lambda group: _contents(group, states).items(), groups)))
-    return {file: found[file] for file in states}
+        found = dict(chain.from_iterable(pool.map(lambda group: _contents(group, stamps).items(), groups)))
+    return {file: found[file] for file in stamps}
 
 
-def _contents(files: list[DataFile], states: dict[DataFile, list[Any]]) -> dict[DataFile, Content]:
-    known = [states[file] for file in files]
-    changed_s = max((max(changes) for *_, changes in known), default=0) / 1e9
+def _contents(files: list[DataFile], stamps: dict[DataFile, Stamp]) -> dict[DataFile, Content]:
+    known = [stamps[file] for file in files]
+    # An object does not change once it has its name in the cache.
+    changes = [max(stamps[file][3]) for file in files if not isinstance(file, DataObject)]
+    changed_s = max(changes, default=0) / 1e9
     if sum(size for _, size, *_ in known) < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
         return {file: _content(file) for file in files}
 
@@ -361,18 +364,6 @@ def _contents(files: list[DataFile], states: dict[DataFile, list[Any]]) -> dict[
 
     read = json.loads((cached_folder("digests", known, write) / DIGEST_FILE).read_text(encoding="ascii"))
     return {file: Content(**each) for file, each in zip(files, read, strict=True)}
-
-
-def _state(file: DataFile) -> list[Any]:
-    """Return name, bytes, inode, and when content and status were changed in ns: no write leaves all of them.
-
-    The file is opened, because a client of NFS trusts what it knows of files that are not. An object never changes.
-    """
-    if isinstance(file, DataObject):
-        return [file.name, file.size, file.etag, [0]]
-    with file_errors(file), file.path.open("rb") as stream:
-        status = os.fstat(stream.fileno())
-    return [file.name, status.st_size, status.st_ino, [status.st_mtime_ns, status.st_ctime_ns]]
 
 
 def _content(file: DataFile) -> Content:
@@ -403,8 +394,8 @@ def quick_fingerprint(path: DataPath, budget: int) -> str:
     listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, DataObject)]
     digest.update(json.dumps(listed).encode())
     files = [stamp(file) for file in found if not isinstance(file, DataObject)]
-    whole = sum(size for _, size, _ in files) <= budget
-    for name, size, _ in files:
+    whole = sum(size for _, size, *_ in files) <= budget
+    for name, size, *_ in files:
         digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
         left = size if whole else budget // len(files)
         with file_errors(Path(name)), Path(name).open("rb") as stream:

@@ -74,6 +74,7 @@ def _stop_tokens(plan: Plan, tokenizer: Any) -> list[str]:
 
 def open_tokenizer(name: str, revision: str = "main") -> Any:
     """Return a tokenizer; raises RecipeError for one in Python, and if it needs its own code, which is never run."""
+    fault, more = "is a tokenizer written in Python, which is not supported", ""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         if hasattr(tokenizer, "backend_tokenizer"):
@@ -81,15 +82,9 @@ def open_tokenizer(name: str, revision: str = "main") -> Any:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-    else:
-        raise RecipeError(
-            f"model.tokenizer: {name} is a tokenizer written in Python, which is not supported: name a folder with its "
-            "tokenizer.json"
-        )
-    raise RecipeError(
-        f"model.tokenizer: {name} needs the tokenizer's own code, which is never run: name a folder with its "
-        "tokenizer.json, and a tokenizer_config.json without auto_map"
-    )
+        fault = "needs the tokenizer's own code, which is never run"
+        more = ", and a tokenizer_config.json without auto_map"
+    raise RecipeError(f"model.tokenizer: {name} {fault}: name a folder with its tokenizer.json{more}")
 
 
 def own_code_note(made: Any) -> str | None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import (
@@ -99,19 +100,19 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
     `hosts` are the host names of all ranks, if they are known.
     """
     ranks = range(plan.topology.world_size)
-    hung, places = hung_ranks(rundir, attempt, ranks), dict[str, list[int]]()
+    hung, places, reports = hung_ranks(rundir, attempt, ranks), dict[str, list[int]](), dict[int, Record]()
+    for rank in hung:
+        with contextlib.suppress(*NOT_READ):  # the file may be incomplete
+            reports[rank] = read_object(rundir.hang_report(attempt, rank))
     for rank in ranks:
-        where = _place(rundir, attempt, rank) if rank in hung else SILENT
+        where = _place(reports.get(rank, {}), rundir.stack_dump(attempt, rank)) if rank in hung else SILENT
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
     places_text = "; ".join(
         f"{ranks_text(where_ranks, hosts)} {where if len(where_ranks) == 1 else _plural(where)}"
         for where, where_ranks in groups
     )
-    recorded: dict[int, Any] = {}
-    for rank in hung:
-        with contextlib.suppress(*NOT_READ):  # the file may be incomplete
-            recorded[rank] = read_object(rundir.collectives(attempt, rank))
+    recorded = {r: found for r, report in reports.items() if isinstance(found := report.get("collectives"), dict)}
     collective = waited_for(recorded, places.get(SILENT, []), hosts)
     timeout = plan.recipe.launch.timeout_s
     return (
@@ -121,14 +122,13 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
     )
 
 
-def _place(rundir: RunDir, attempt: int, rank: int) -> str:
+def _place(report: Record, stacks: Path) -> str:
     """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
-    with contextlib.suppress(*NOT_READ, KeyError):
-        report = read_object(rundir.hang_report(attempt, rank))
-        return f"{'waits in' if report['waits'] else 'is in'} {report['where']}"
+    if "where" in report:
+        return f"{'waits in' if report.get('waits') else 'is in'} {report['where']}"
     with contextlib.suppress(*NOT_READ):
         # Of faulthandler's dump, the main thread is the last one that it lists.
-        main = read_text(rundir.stack_dump(attempt, rank)).rpartition("Thread 0x")[2]
+        main = read_text(stacks).rpartition("Thread 0x")[2]
         frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
         where = own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
         return f"is in {where}, in native code that blocks Python"

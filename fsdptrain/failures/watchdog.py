@@ -1,8 +1,8 @@
 """Watch one rank from a thread of its own, and report where the rank is when it makes no progress.
 
 The rank calls `Watchdog.reset` after every unit of work: a micro-batch, a tensor read, a layer exported. After
-`launch.timeout_s` seconds without a reset the stacks of all threads go to the rank's log, and its last collectives and
-its place into the folder of the attempt, of which the launcher makes one paragraph. Native code that holds the
+`launch.timeout_s` seconds without a reset the stacks of all threads go to the rank's log, and its place and its last
+collectives into the folder of the attempt, of which the launcher makes one paragraph. Native code that holds the
 interpreter lock stops this thread as well: then faulthandler's own thread, the alarm, writes the stacks.
 
 Another thread sends a heartbeat for `status`: it sets the modification time of the file for these stacks.
@@ -143,9 +143,8 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
             self._rundir.hangs(self._attempt).mkdir(exist_ok=True)
-            write_atomically(self._rundir.collectives(self._attempt, self._rank), last_collectives())
-            report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
-            write_atomically(self._rundir.hang_report(self._attempt, self._rank), report)
+            report = {"rank": self._rank, "waits": waits, "where": where, "collectives": last_collectives()}
+            write_atomically(self._rundir.hang_report(self._attempt, self._rank), json.dumps(report, indent=1))
         if not self._ended.wait(EXIT_S):
             os._exit(WorkerLost.exit_code)
 
@@ -181,10 +180,10 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def last_collectives(count: int = 40) -> str:
+def last_collectives(count: int = 40) -> dict[str, Any]:
     """Return the newest `count` collectives of each group of ranks, with their units, and all that are not done.
 
-    The text is JSON: the dump of torch's flight recorder of each backend.
+    They are backend → the dump of torch's flight recorder.
     """
     recorded = recorded_collectives()
     # NCCL, where it was used: a build with CUDA has its recorder on a CPU too, without entries.
@@ -202,7 +201,7 @@ def last_collectives(count: int = 40) -> str:
             if len(group) - place <= count or not is_done(entry)
         ]
         newest[backend] = {**dump, "entries": kept}
-    return json.dumps(newest, indent=1)
+    return newest
 
 
 class Heartbeat:

@@ -66,12 +66,10 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     """
     rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
-    # Refuse whatever can be refused while nothing has been written.
-    _check_places(plan, rundir)
     # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
-    if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
-        _refuse_used(rundir)
-    earlier = inspect_earlier_attempts(rundir, plan)
+    is_shared = plan.topology.nnodes > 1 and is_marked(rundir.root)
+    # Refuse whatever can be refused while nothing has been written.
+    earlier = check_run_dir(plan, fresh and writes and not is_shared)
     if earlier.finished:
         yield earlier
         return
@@ -79,7 +77,6 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
-    _check_access(rundir)
     # The mark makes the folder one of fsdptrain's, and is what is locked.
     with write_errors(f"output_dir: cannot write to {rundir.root}"):
         rundir.root.mkdir(parents=True, exist_ok=True)
@@ -103,11 +100,11 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         yield earlier
 
 
-def check_run_dir(plan: Plan) -> EarlierAttempts:
-    """Make the checks of `claim_run_dir` without changing anything, for a dry run; raise what it raises."""
+def check_run_dir(plan: Plan, fresh: bool) -> EarlierAttempts:
+    """Make the checks of `claim_run_dir` without changing anything, as a dry run does; raise what it raises."""
     rundir = plan.rundir
     _check_places(plan, rundir)
-    if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
+    if fresh and rundir.has_run():
         _refuse_used(rundir)
     earlier = inspect_earlier_attempts(rundir, plan)
     if not earlier.finished:

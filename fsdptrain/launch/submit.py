@@ -72,7 +72,7 @@ def prepare_job(recipe: str, written: LoadedRecipe, overrides: Sequence[str], no
         raise RecipeError(problems)
     if plan.recipe.checkpoint.resume == "never":
         raise RecipeError("checkpoint.resume: never does not let the job go on after its time limit: use auto")
-    check_run_dir(plan)
+    check_run_dir(plan, fresh=False)
     path = Path(expanded(recipe))
     command = [*PYTHON, "-m", "fsdptrain", "run", str(path.absolute()) if path.is_file() else recipe, *overrides]
     if "launch.max_restarts" not in written.where:

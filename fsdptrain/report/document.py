@@ -57,15 +57,15 @@ def write_report(opened: Sequence[RunDir], out: Path, drawing: Drawing = Drawing
     Returns what could not be read, and whether a run goes on. Raises RecipeError if no run has anything to show, or if
     there are more than have a colour.
     """
-    rundirs = {str(run.root): run for folder in opened for run in _runs_in(folder)}
-    if len(rundirs) > COLOURS:
-        raise RecipeError(f"a report compares up to {COLOURS} runs, and these are {len(rundirs)}: name some of them")
+    folders = dict.fromkeys(path for folder in opened for path in _runs_in(folder.root))
+    if len(folders) > COLOURS:
+        raise RecipeError(f"a report compares up to {COLOURS} runs, and these are {len(folders)}: name some of them")
     runs, left_out = list[RunHistory](), list[str]()
-    for rundir in rundirs.values():
+    for path in folders:
         try:
-            runs.append(read_run(rundir, drawing.over))
+            runs.append(read_run(RunDir.open(path), drawing.over))
         except (RecipeError, StorageError) as error:
-            if len(rundirs) == 1:
+            if len(folders) == 1:
                 raise
             left_out.append(f"left out: {first_line(error)}")
     if not runs:
@@ -77,17 +77,8 @@ def write_report(opened: Sequence[RunDir], out: Path, drawing: Drawing = Drawing
     return notes, goes_on
 
 
-def _runs_in(folder: RunDir) -> list[RunDir]:
-    below = [] if is_run_folder(folder.root) else runs_below(folder.root)
-    return [_opened(path) for path in below] or [folder]
-
-
-def _opened(path: Path) -> RunDir:
-    """Return a run folder; if its plan cannot be read, as one without a plan: reading it says why."""
-    try:
-        return RunDir.open(path)
-    except (RecipeError, StorageError):
-        return RunDir(path)
+def _runs_in(folder: Path) -> list[Path]:
+    return [folder] if is_run_folder(folder) else runs_below(folder) or [folder]
 
 
 def page(runs: Sequence[RunHistory], notes: Sequence[str] = (), drawing: Drawing = Drawing()) -> str:

@@ -75,12 +75,20 @@ class RunHistory:
     @cached_property
     def _places(self) -> tuple[list[int], list[float]]:
         name, unit = AXES[self.over]
-        kept, before, found = {id(record) for record in self.kept}, 0.0, dict[int, float]()
-        for attempt in self.attempts():
-            steps = [record for record in attempt if record["event"] == "step" and id(record) in kept]
-            found |= {record["step"]: before + record[name] / unit for record in steps}
-            before = found[steps[-1]["step"]] if steps else before  # events count from the start of their attempt
-        return [*found], [*found.values()]
+        totals = self._totals[name]
+        return [*totals], [total / unit for total in totals.values()]
+
+    @cached_property
+    def _totals(self) -> dict[str, dict[int, float]]:
+        """Name → step → what is counted by that name until the end of the step, in all steps that count."""
+        found: dict[str, dict[int, float]] = {name: {} for name in ("total_tokens", "total_positions", "total_s")}
+        kept = {id(record) for record in self.kept}
+        for name, totals in found.items():
+            for attempt in self.attempts():
+                before = next(reversed(totals.values()), 0.0)  # events count from the start of their attempt
+                steps = (record for record in attempt if record["event"] == "step" and id(record) in kept)
+                totals |= {record["step"]: before + record[name] for record in steps}
+        return found
 
     def attempts(self) -> Iterator[list[Record]]:
         """Yield the records of each attempt, from one `start` to the next."""
@@ -95,13 +103,7 @@ class RunHistory:
     @cached_property
     def totals(self) -> dict[str, float]:
         """The label tokens, positions and seconds of all steps that count."""
-        names = ("total_tokens", "total_positions", "total_s")
-        kept, totals = {id(record) for record in self.kept}, dict.fromkeys(names, 0.0)
-        for attempt in self.attempts():
-            steps = [record for record in attempt if record["event"] == "step" and id(record) in kept]
-            for name in names if steps else ():
-                totals[name] += steps[-1][name]  # they count from the start of the attempt
-        return totals
+        return {name: next(reversed(totals.values()), 0.0) for name, totals in self._totals.items()}
 
     @cached_property
     def recipe(self) -> dict[str, Any]:

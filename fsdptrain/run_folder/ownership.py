@@ -30,7 +30,7 @@ from fsdptrain.run_folder.files import (
     unused_name,
     write_atomically,
 )
-from fsdptrain.run_folder.records import MAX_BYTES, json_object, read_object
+from fsdptrain.run_folder.records import read_object
 from fsdptrain.run_folder.rundir import MARK, RunDir
 from fsdptrain.run_folder.storage import Location, ObjectPath
 
@@ -83,9 +83,8 @@ def marked_run(folder: Location) -> str | None:
 
     Raises StorageError if the system or the store cannot read it.
     """
-    mark = folder / MARK
     with contextlib.suppress(*NOTHING_THERE, ValueError):  # the mark of a run folder is text
-        found = (read_object(mark) if isinstance(mark, Path) else json_object(mark.open().read(MAX_BYTES))).get("run")
+        found = read_object(folder / MARK).get("run")
         return found if isinstance(found, str) else None
     return None
 
@@ -103,10 +102,7 @@ class FolderWatch:
         """Raise FolderLost if the folder was removed, renamed or replaced."""
         if is_at(self._descriptor, self._path):
             return
-        now = "(deleted)"
-        with contextlib.suppress(OSError):  # not Linux
-            now = os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115
-        lost = "removed"
+        lost, now = "removed", os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115
         if not now.endswith("(deleted)"):
             lost = f"renamed to {Path(now).parent if self._path == self._rundir.mark else now}"
         raise FolderLost(

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from fsdptrain.errors import StorageError, Unreadable
 from fsdptrain.run_folder.files import NOTHING_THERE, system_errors
+from fsdptrain.run_folder.storage import Location, ObjectPath
 from fsdptrain.text import counted
 
 Record = dict[str, Any]
@@ -48,18 +49,15 @@ def _is_compared(value: Any) -> bool:
     return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(COUNT.fits, value))
-
-
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
-COUNTS = FieldType("a list of whole numbers from 0", _are_counts)
+COUNTS = FieldType(
+    "a list of whole numbers from 0",
+    lambda value: isinstance(value, list) and bool(value) and all(map(COUNT.fits, value)),
+)
 NUMBER = FieldType("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 2**63))
-NUMBERS = FieldType("an object of numbers", _are_numbers)
+NUMBERS = FieldType(
+    "an object of numbers", lambda value: isinstance(value, dict) and all(map(NUMBER.fits, value.values()))
+)
 SECONDS = FieldType("a number of seconds", lambda value: type(value) in (int, float) and 0 <= value < 10**11)
 FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
@@ -226,23 +224,28 @@ def open_regular(path: Path) -> IO[bytes]:
     raise Unreadable(f"{path}: not a regular file")
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a small file. Raise Unreadable unless it is regular and UTF-8; else as `open_regular`."""
-    with open_regular(path) as stream, system_errors(path):
+def read_bytes(path: Location) -> bytes:
+    """Return the content of a small file or object. Raise Unreadable for a large one; else as `open_regular`."""
+    with path.open() if isinstance(path, ObjectPath) else open_regular(path) as stream, system_errors(path):
         raw = stream.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
         raise Unreadable(f"{path}: larger than {MAX_BYTES:,} bytes")
+    return raw
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a small file. Raise Unreadable unless it is regular and UTF-8; else as `open_regular`."""
     try:
-        return raw.decode()
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise Unreadable(f"{path}: not UTF-8 at byte {error.start:,}") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file. Raise Unreadable if it has none; else as `open_regular`."""
-    text = read_text(path)
+def read_object(path: Location) -> dict[str, Any]:
+    """Return the JSON object in a small file or object. Raise Unreadable if it has none; else as `open_regular`."""
+    raw = read_bytes(path)
     try:
-        return json_object(text)
+        return json_object(raw)
     except ValueError as error:
         raise Unreadable(f"{path}: {error}") from None
 

@@ -100,12 +100,8 @@ class RunDir:
         return self.attempt(attempt) / "hangs"
 
     def hang_report(self, attempt: int, rank: int) -> Path:
-        """Return the file in which the watchdog of a rank reports where the rank hangs."""
+        """Return the file in which the watchdog of a rank reports where the rank hangs, with its last collectives."""
         return self.hangs(attempt) / f"rank-{rank}.json"
-
-    def collectives(self, attempt: int, rank: int) -> Path:
-        """Return the file for the last collectives of a rank that hangs, from torch's flight recorder."""
-        return self.hangs(attempt) / f"collectives-rank-{rank}.json"
 
     @property
     def checkpoint_place(self) -> Location | None:

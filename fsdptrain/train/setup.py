@@ -20,15 +20,6 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.checkpoint.manifest import (
-    BASE_KEY,
-    CODE_KEY,
-    DATA_KEY,
-    HELD_OUT_KEY,
-    RESOLVED,
-    TOKENIZER_KEY,
-    TOKENS_KEY,
-)
 from fsdptrain.checkpoint.nodes import (
     DATA,
     FOLDER,
@@ -42,7 +33,18 @@ from fsdptrain.checkpoint.nodes import (
     sees,
     shared_folder,
 )
-from fsdptrain.checkpoint.resume import changes_since, recipe_key, too_few_steps
+from fsdptrain.checkpoint.resume import (
+    BASE_KEY,
+    CODE_KEY,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    RESOLVED,
+    TOKENIZER_KEY,
+    TOKENS_KEY,
+    changes_since,
+    recipe_key,
+    too_few_steps,
+)
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.corpus import Corpus, Mixture, Stream, with_each

@@ -494,7 +494,7 @@ class Engine:
         return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
-        """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
+        """Return the logits of `Corpus.with_rows`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
         graphs exist, but the head computes only the requested tokens. Nothing is rounded to float8. Of ranks that share

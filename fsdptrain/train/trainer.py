@@ -511,9 +511,9 @@ class Trainer:
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus.parts[0] if held_out else self.stream.some_rows()
         length = min(TOKENS, self.plan.tokens_of_row)
-        beginnings = corpus.beginnings(range(min(ROWS, len(corpus))), length)
-        rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
-        logits = self.engine.logits(beginnings)
+        first = corpus.pieces[corpus.offsets[: min(ROWS, len(corpus))]]
+        rows = [corpus.tokens[start : start + min(count, length)].tolist() for start, count, _ in first]
+        logits = self.engine.logits(corpus.with_rows(rows, corpus.seq_len))
         if self.world.any(any(bool(each.isnan().any()) for each in logits)):
             weights = find_weights(self.engine) or ["all weights are finite, so its activations overflow"]
             raise NonFiniteError(f"the trained model's logits are nan: {weights[0]}")

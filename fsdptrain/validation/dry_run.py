@@ -142,7 +142,7 @@ def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainErro
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield RecipeError(f"output_dir: cannot write to {folder}")
     try:
-        check_run_dir(plan)
+        check_run_dir(plan, fresh=plan.recipe.checkpoint.resume == "never")
     except FsdptrainError as error:
         yield error
 

@@ -30,7 +30,6 @@ from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
-    MAX_BYTES,
     Manifest,
     checkpoint_problems,
     file_entry,
@@ -43,7 +42,8 @@ from fsdptrain.checkpoint.save import Checkpointer, Staging, write_shards
 from fsdptrain.checkpoint.shards import CheckpointReader, Shard, shard_of, share_of_rank
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, from_record, to_record
 from fsdptrain.model.parts import Part
-from fsdptrain.run_folder.ownership import write_export_record, write_mark
+from fsdptrain.run_folder.ownership import file_stamps, write_export_record, write_mark
+from fsdptrain.run_folder.records import MAX_BYTES
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.run_folder.storage import open_storage
 from fsdptrain.terminal.screen import Screen
@@ -192,6 +192,17 @@ def rename_file(fields: dict[str, Any], name: str) -> None:
     fields["files"][name] = fields["files"].pop("rank-00001.safetensors")
 
 
+def test_a_manifest_of_version_3_has_no_plan(run: RunDir) -> None:
+    assert read_manifest(newest(run)).plan["recipe"] == json.loads(run.plan.read_text())["recipe"]
+
+    def make_older(fields: dict[str, Any]) -> None:
+        del fields["plan"]
+        fields |= {"format": 3, "world_size": 2, "plan_digest": "0" * 64}
+
+    reseal(newest(run), make_older)
+    assert read_manifest(newest(run)).plan == {} and checkpoint_problems(newest(run)) == []
+
+
 WRONG_FILE_NAMES = ("../rank-00001.safetensors", "/etc/passwd", "", "a\0b", "model.safetensors")
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in WRONG_FILE_NAMES},
@@ -244,7 +255,7 @@ def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) ->
         elsewhere.rename(path)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    assert "not a regular file in a regular folder" in checkpoint_problems(folder)[0]
+    assert "is a link" in checkpoint_problems(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +360,7 @@ def different_tensors() -> dict[str, Shard]:
 def seal(folder: Path, written: tuple[str, dict[str, Any]] | None) -> None:
     """Write the manifest of a checkpoint of one file."""
     assert written
-    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
+    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, {}, {}, dict([written])).sealed())
 
 
 def test_tensors_of_any_dtype_and_shape_are_read_as_written(tmp_path: Path) -> None:
@@ -461,7 +472,7 @@ def test_verify_checks_everything_and_changes_nothing(run: RunDir) -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 6 and not found["good"] and found["resume"] == run.checkpoint_steps()[0]
     assert "rank-00000.safetensors is damaged" in found["checkpoints"][1]["problems"][0]
-    assert "model.safetensors is damaged" in found["export"]["problems"][0]
+    assert "model.safetensors has " in found["export"]["problems"][0]
     assert sorted(run.root.rglob("*")) == before
 
 
@@ -472,24 +483,14 @@ def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
     assert fsdptrain("verify", tmp_path / "nowhere").returncode == 2
 
 
-def index_of(export: Path, weight_map: object) -> None:
-    """Write an index beside the weights, which become one of its files."""
-    (export / "model.safetensors").rename(export / "model-1.safetensors")
-    (export / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
 WRONG_EXPORTS: dict[str, Callable[[Path], object]] = {
     "config.json is missing": lambda export: (export / "config.json").unlink(),
     "model.safetensors is missing": lambda export: (export / "model.safetensors").unlink(),
-    "config.json is damaged": lambda export: (export / "config.json").write_text("{"),
-    "exists besides model.safetensors.index.json: from_pretrained loads it": lambda export: (
+    "config.json has 1 bytes, not 2": lambda export: (export / "config.json").write_text("{"),
+    "config.json is damaged": lambda export: (export / "config.json").write_text("[]"),
+    "is not of this export, and from_pretrained may load it": lambda export: (
         export / "model.safetensors.index.json"
     ).touch(),
-    "does not name a file of the folder": lambda export: index_of(export, {"a": "../../plan.json"}),
-    "json does not name a file": lambda export: index_of(export, [3]),
-    "has no 'a', which model.safetensors.index.json lists": lambda export: index_of(
-        export, {"a": "model-1.safetensors"}
-    ),
 }
 
 
@@ -498,7 +499,8 @@ def test_verify_finds_what_is_wrong_with_an_export(words: str, run: RunDir) -> N
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
     save_file({"weight": torch.ones(2)}, run.export / "model.safetensors")
-    write_export_record(run, 2, {}, {})
+    files = file_stamps(run.export)
+    write_export_record(run, 2, files, {name: file_entry(run.export / name)["sha256"] for name in files})
     assert survey(run)["good"]
     WRONG_EXPORTS[words](run.export)
     assert words in survey(run)["export"]["problems"][0] and not survey(run)["good"]

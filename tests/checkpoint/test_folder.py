@@ -227,7 +227,7 @@ def test_a_folder_that_another_run_used_before_the_lock_is_refused(
             checkpoint = other.rundir.checkpoint(1)
             checkpoint.mkdir(parents=True)
             files = {"rank-00000.safetensors": {"bytes": 1, "sha256": "0" * 64}}
-            manifest = Manifest(FORMAT_VERSION, 1, 2, other.digest(), other.identity(), files)
+            manifest = Manifest(FORMAT_VERSION, 1, json.loads(other.to_json()), other.identity(), files)
             (checkpoint / MANIFEST_NAME).write_bytes(manifest.sealed())
         lock(descriptor, operation)
 
@@ -287,7 +287,7 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], tmp_path
     refused(".", recipe, *overrides, fresh="--fresh" in words)
     if overrides:
         with pytest.raises(RecipeError):
-            check_run_dir(plan_here(recipe, *overrides))
+            check_run_dir(plan_here(recipe, *overrides), fresh="checkpoint.resume=never" in words)
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
 
 
@@ -427,7 +427,7 @@ def run_folder_after(
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"weights")
     files = {"rank-00000.safetensors": file_entry(folder / "rank-00000.safetensors")}
-    manifest = Manifest(FORMAT_VERSION, steps, 2, plan.digest(), plan.identity(), files)
+    manifest = Manifest(FORMAT_VERSION, steps, json.loads(plan.to_json()), plan.identity(), files)
     (folder / MANIFEST_NAME).write_bytes(manifest.sealed())
     if steps == total and export:
         fill(rundir.export, "config.json")
@@ -588,7 +588,7 @@ def test_only_the_checkpoints_of_the_own_run_are_continued_also_after_it_was_ren
     message = rf"checkpoint\.path: {place} holds the checkpoints of the run in {tmp_path}/run; choose another"
     refused(message, recipe, *words)
     with pytest.raises(RecipeError, match=message):
-        check_run_dir(plan_here(recipe, *words))
+        check_run_dir(plan_here(recipe, *words), fresh=False)
     with claim(recipe, words[0]) as found:  # its own
         assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")

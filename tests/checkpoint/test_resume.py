@@ -12,16 +12,17 @@ from reference import OPTIMIZERS, largest_difference
 from support import TINY, on_ranks, planned, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.checkpoint.manifest import read_manifest
+from fsdptrain.checkpoint.resume import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,
     RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
-    read_manifest,
+    measured_changes,
+    resume_problems,
 )
-from fsdptrain.checkpoint.resume import measured_changes, resume_problems
 
 AT, STEPS, BATCH = 2, 4, 12
 

@@ -202,7 +202,7 @@ def test_an_export_that_cannot_be_read_is_not_damaged(name: str, run: RunDir) ->
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
     save_file({"w": torch.zeros(1)}, run.export / "model.safetensors")
-    write_export_record(run, 4, file_stamps(run.export), {"config.json": "0" * 64})
+    write_export_record(run, 4, file_stamps(run.export), dict.fromkeys(("config.json", "model.safetensors"), "0" * 64))
     (run.root / name).chmod(0)
     with as_nobody():
         found, verified = survey(run), CliRunner().invoke(app, ["verify", str(run.root)])

@@ -140,8 +140,8 @@ def test_a_hang_on_nccl_is_explained_from_the_dumps_of_all_ranks(
     for rank, (last, done) in enumerate([(732, 730), (732, 730), (731, 730), (730, 730)]):
         dumps = {"gloo": {"version": "2.10"}, "nccl": dumped(last, done)}  # no entries: the key is absent
         monkeypatch.setattr(watchdog, "recorded_collectives", lambda dumps=dumps: dumps)
-        rundir.collectives(1, rank).write_text(watchdog.last_collectives())
         report = {"rank": rank, "waits": rank != 3, "where": where if rank != 3 else "corpus.batch (corpus.py:112)"}
+        report["collectives"] = watchdog.last_collectives()
         write_atomically(rundir.hang_report(1, rank), json.dumps(report))
     launch = SimpleNamespace(timeout_s=300)
     plan: Any = SimpleNamespace(topology=SimpleNamespace(world_size=4), recipe=SimpleNamespace(launch=launch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import resource
 import subprocess
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 from support import environment, write_recipe
 
-from fsdptrain.cli import _claim
+from fsdptrain.cli import _plan_here
 from fsdptrain.config.reader import load
 from fsdptrain.launch.launcher import ALLOCATOR, worker_settings
+from fsdptrain.launch.run_lock import claim_run_dir
 from fsdptrain.plan import limits
 from fsdptrain.plan.limits import compile_fault, fatal_limits, files_needed, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan, make_plan, open_plan
@@ -96,8 +96,9 @@ def test_compilers_are_found_as_triton_and_inductor_would_start_them(
 def test_what_is_run_is_planned_for_the_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptrain.plan.topology.find_topology", lambda *_, **__: Topology("cuda", 1, 1))
     pretend(monkeypatch, programs="")
-    with contextlib.ExitStack() as stack:
-        plan, _ = _claim(stack, load(write_recipe(tmp_path)), fresh=False, trust_remote_code=False)
+    written = load(write_recipe(tmp_path))
+    plan = _plan_here(written, trust_remote_code=False)
+    with claim_run_dir(plan, written.text, fresh=False):
         assert plan.recipe.train.compile is False and not plan.compiles
         assert open_plan(plan.rundir.plan).recipe.train.compile is False
 

@@ -69,7 +69,7 @@ def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     storage.remove_leftovers()
     files = write(storage, 3)
     assert storage.steps() == [] and storage.other_names()[0] == []
-    storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
+    storage.publish(3, Manifest(FORMAT_VERSION, 3, {}, {}, files).sealed())
     assert storage.steps() == complete_steps(run) == [3] and checkpoint_problems(storage.checkpoint(3)) == []
     with (storage.checkpoint(3) / MANIFEST_NAME).open("rb") as manifest:
         size = sum(entry["bytes"] for entry in files.values()) + len(manifest.read())
