@@ -47,7 +47,7 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first: else a worker of pytest-xdist waits for one at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("histories", "end_to_end", "tests"))
+    items.sort(key=lambda item: item.path.parent.name not in ("histories", "end_to_end", "train", "tests"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which may start processes

@@ -219,15 +219,6 @@ def whole(run: Trainer, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return whole_tensor(tensor, run.engine.model.parts.get(name), run.world)
 
 
-def written_gradients(recipe: str, variants: dict[str, list[str]], made: str) -> None:
-    """Write the whole gradients of the first step of each variant to a file of its name."""
-    for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        found = gradients_of(run, 0)
-        if run.world.rank == 0:
-            torch.save(found, Path(made) / f"{name}.pt")
-
-
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
     """Save a checkpoint after `at` steps and continue; return the curve and the digests of the samples."""
     run = build(recipe, overrides)
@@ -279,12 +270,19 @@ def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps
     return found
 
 
-def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train each variant and export it; return their curves."""
+def exports(recipe: str, variants: dict[str, list[str]], steps: int, made: str = "") -> dict[str, Any]:
+    """Train each variant and export it; return their curves.
+
+    `made` is a folder: in a file of each variant it gets the whole gradients of the first step.
+    """
     found = {}
     for name, overrides in variants.items():
         print(name, flush=True)  # before a traceback
         run = build(recipe, overrides)
+        if made:
+            gradients = gradients_of(run, 0)
+            if run.world.rank == 0:
+                torch.save(gradients, Path(made) / f"{name}.pt")
         found[name] = curve(run, steps)
         export_live(run.engine.model, run.inputs.prepared.bare, run.plan, run.checkpointer, run.reporter, steps)
     return found

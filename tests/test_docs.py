@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -177,8 +178,11 @@ def follow(page: Path, folder: Path, quick: bool = False) -> list[str]:
         command = first.removeprefix("$ ") if screen else re.sub(r"^(?:pip|git|cd) .*$", "", text, flags=re.M).strip()
         if not (screen or language in ("bash", "python")) or (quick and not QUICK.fullmatch(command)):
             continue
-        words = [sys.executable, "-c", command] if language == "python" else ["bash", "-uc", command]
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=not screen)
+        if screen and not {*command} & {*"|<>&;$*"}:
+            done = fsdptrain(*shlex.split(command)[1:], cwd=folder, timeout=1800)
+        else:
+            words = [sys.executable, "-c", command] if language == "python" else ["bash", "-uc", command]
+            done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=not screen)
         if screen and not is_quoted(done.stdout + done.stderr, quoted):
             differ.append(f"{first}\n{done.stdout}{done.stderr}")
     return differ

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -40,7 +41,6 @@ from fsdptrain.launch.run_lock import (
     would_include,
 )
 from fsdptrain.plan.plan import PLAN_DIGEST, read_plan
-from fsdptrain.processes import child_command
 from fsdptrain.report.run_banner import heading
 from fsdptrain.report.status import Observer
 from fsdptrain.run_folder.events import Reporter
@@ -388,20 +388,13 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
     path, digest = tmp_path / "run" / "plan.json", plan_here(recipe).digest()
     with claim(recipe, "optim.lr=1"):
         pass
-    read, write = os.pipe()
-    agent = subprocess.run(
-        child_command("fsdptrain.launch.agent", path, write, "train"),
-        env=environment(**{PLAN_DIGEST: digest}), pass_fds=(write,), check=False,
-    )  # fmt: skip
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        failure = json.loads(pipe.read())
-    record = tmp_path / "error.json"
-    worker = subprocess.run(
-        child_command("fsdptrain.train.worker", path),
-        env=environment(**{PLAN_DIGEST: digest}, RANK="0", TORCHELASTIC_ERROR_FILE=str(record)), check=False,
-    )  # fmt: skip
-    assert (agent.returncode, worker.returncode) == (1, RecipeError.exit_code)
+    env, record = environment(**{PLAN_DIGEST: digest}), tmp_path / "error.json"
+    words = [sys.executable, "-m", "fsdptrain.launch.agent", str(path), "1", "train"]  # it answers on its output
+    agent = Command(words, env=env, stdout=subprocess.PIPE)
+    failure = json.loads(agent.communicate()[0])
+    env |= {"RANK": "0", "TORCHELASTIC_ERROR_FILE": str(record)}
+    worker = Command([sys.executable, "-m", "fsdptrain.train.worker", str(path)], env=env)
+    assert (agent.returncode, worker.wait()) == (1, RecipeError.exit_code)
     for message in (failure["record"], json.loads(record.read_text())["message"]["extraInfo"]):
         assert message["type"] == "RecipeError"
         assert "is not the plan that this run was started with" in message["message"]

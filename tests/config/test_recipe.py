@@ -519,10 +519,48 @@ def test_a_combination_that_cannot_be_honoured_is_refused(
         assert [p.field for p in refused(tmp_path, BASE, *keys, f"{section}.x=1")] == [f"{section}.x"]
 
 
+PAIRS = ["data.format=preference", "train.objective=dpo"]
+JUDGED = ["data.format=feedback", "train.objective=kto"]
+WINDOWS = ["data.window=2", "train.steps=9"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "says"),
+    [
+        ([*PAIRS, "train.objective=next_token"], "data.format",
+         "preference cannot be trained with train.objective: next_token: use train.objective: dpo or ipo or simpo or"),
+        ([*PAIRS, "data.format=text"], "data.format", "use train.objective: next_token or distill, or data."),
+        ([*PAIRS, "data.packing=concat"], "data.packing", "concat divides pairs"),
+        ([*PAIRS, "data.train_on=all"], "data.train_on", "all judges prompts"),
+        ([*PAIRS, "data.long_rows=split"], "data.long_rows", "split divides pairs"),
+        ([*PAIRS, "data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"], "data.sources",
+         "b: format: text cannot be trained with train.objective: dpo"),
+        ([*PAIRS, "data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "data.sources",
+         "b: long_rows: split divides"),
+        ([*PAIRS, "data.columns={chosen: [a, b]}"], "data.columns", "`chosen` must be a single column"),
+        (["train.dpo.beta=0.2"], "train.dpo.beta", "has no effect with train.objective: next_token, only with dpo"),
+        ([*JUDGED, "train.objective=dpo"], "data.format", "use train.objective: kto, or data.format: preference"),
+        ([*JUDGED, "data.format=preference"], "data.format", "or data.format: feedback (prompt, completion, label)"),
+        ([*JUDGED, "data.packing=concat"], "data.packing", "concat divides rows"),
+        ([*JUDGED, "parallel.pipeline=2"], "parallel.pipeline", "is not supported with train.objective: kto"),
+        ([*JUDGED, *WINDOWS], "data.window", "train.objective: kto needs all data before the first step"),
+        ([*WINDOWS, "data.path=null", "data.sources=[{path: a}]"], "data.window", "data.sources needs all data"),
+        ([*WINDOWS, "data.eval={fraction: 0.1}"], "data.window", "data.eval: {fraction} needs all data"),
+        ([*WINDOWS, "data.max_rows=9"], "data.window", "data.max_rows needs all data"),
+        ([*WINDOWS, "model.tokenizer={train: 300}"], "data.window", "model.tokenizer: {train} needs all data"),
+        (["data.window=2"], "data.window", "has no effect without train.steps"),
+    ],
+)  # fmt: skip
+def test_what_an_objective_or_windows_cannot_train_on_is_refused(
+    tmp_path: Path, keys: list[str], field: str, says: str
+) -> None:
+    [problem] = refused(tmp_path, BASE, *keys)
+    assert problem.field == field and says in problem.message
+
+
 def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
-    pairs = ["data.format=preference", "train.objective=dpo", "data.packing=none", "train.micro_batch_size=2"]
-    [problem] = refused(tmp_path, BASE, FLASH, *pairs)
+    [problem] = refused(tmp_path, BASE, FLASH, *PAIRS, "data.packing=none", "train.micro_batch_size=2")
     assert "set train.micro_batch_size=1 or model" in problem.message, "data.packing=none would not be a way out"
     for packing, choices in {"bfd": [1], "none": [1, 2, 4, 8, 16, 32]}.items():
         plan = make_plan(read(tmp_path, BASE, FLASH, f"data.packing={packing}"), Topology("cuda", 1, 2))

@@ -13,12 +13,11 @@ from test_preferences import GOOD, OTHER, USER
 from test_preferences import tokenizer as tokenizer  # a fixture
 
 from fsdptrain.config.formats import Format
-from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import likely_format, read_rows
 from fsdptrain.data.prepare import open_rows, pack_rows, prepare
 from fsdptrain.data.sources import first_source, open_sources
-from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.errors import DataError
 
 ROW = {"prompt": "Is it 12?\n", "completion": "It is 12.", "label": True}
 
@@ -114,23 +113,3 @@ def test_answers_of_one_class_are_refused(label: bool, tokenizer: Any, tmp_path:
     found, other = ("desirable", "undesirable")[:: 1 if label else -1]
     with pytest.raises(DataError, match=f"label: all 3 answers are {found}, .*: add {other} ones"):
         prepare(plan, tokenizer, lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["train.objective=dpo"],
-            "data.format: feedback cannot be trained with .*dpo: use train.objective: kto, or data",
-        ),
-        (["data.format=preference"], "use train.objective: dpo .* or data.format: feedback .prompt, completion, label"),
-        (["data.packing=concat"], "data.packing: concat divides rows"),
-        (["train.kto.beta=0"], "train.kto.beta: 0"),
-        (["train.dpo.beta=0.2"], "train.dpo.beta: has no effect with train.objective: kto, only with dpo"),
-        (["parallel.pipeline=2", "launch.nproc_per_node=2"], "a pipeline is not supported with train.objective: kto"),
-        (["data.window=1"], "train.objective: kto needs all data before the first step"),
-    ],
-)
-def test_contradictions_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        load(write_recipe(tmp_path), ["data.format=feedback", "train.objective=kto", *words])

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,7 @@ from typing import Any
 import datasets
 import pytest
 from datasets.arrow_writer import ArrowWriter
-from support import environment, planned, write_recipe
+from support import planned, write_recipe
 
 from fsdptrain.checkpoint.resume import archive_plan, resume_problems
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
@@ -115,20 +115,10 @@ def test_a_run_resumes_with_its_commit_as_revision(hub: Hub, tmp_path: Path) -> 
 
 
 def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    plan = planned(recipe, "data.path=org/name")
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    start(plan)
-    code = (
-        "import sys; from pathlib import Path; from fsdptrain.data.windows import pin_commits, pin_date;"
-        "from fsdptrain.plan.plan import Plan; from fsdptrain.run_folder.rundir import RunDir;"
-        "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
-        "print(pin_commits(plan, plan.rundir).data_path)"
-    )
-    env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")
-    words = [sys.executable, "-c", code, str(tmp_path / "plan.json")]
-    ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, env=env, text=True) for _ in range(3)]
-    answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    plan = planned(write_recipe(tmp_path), "data.path=org/name")
+    rundir = start(plan)
+    with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as ranks:
+        answers = [each.data_path for each in ranks.map(pin_commits, [plan] * 3, [rundir] * 3)]
     assert answers == [f"org/name@{1:040x}"] * 3 and len(hub.requests) == 1
 
 

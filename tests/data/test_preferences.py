@@ -20,7 +20,7 @@ from fsdptrain.data.encode import Encoder
 from fsdptrain.data.prepare import open_rows, pack_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.errors import DataError
 
 USER, OTHER = {"role": "user", "content": "Who is it?"}, {"role": "user", "content": "Who else?"}
 GOOD, BAD = {"role": "assistant", "content": "It is I."}, {"role": "assistant", "content": "Nobody at all."}
@@ -144,32 +144,3 @@ def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: A
         tokens = made.tokens[made.ends[row] : made.ends[row + 1]]
         assert (batch["input_ids"].numpy()[answers == answer] == tokens).all()
         assert (labels[answers == answer] != -100).sum() == made.trained[made.ends[row] + 1 : made.ends[row + 1]].sum()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["train.objective=next_token"],
-            "data.format: preference cannot be trained .*next_token: use train.objective: dpo or ipo or simpo or orpo$",
-        ),
-        (
-            ["data.format=text"],
-            "data.format: text cannot be trained .*dpo: use .*: next_token or distill, or data.format: preference",
-        ),
-        (["data.packing=concat"], "data.packing: concat divides pairs"),
-        (["data.train_on=all"], "data.train_on: all judges prompts"),
-        (["data.long_rows=split"], "data.long_rows: split divides pairs"),
-        (
-            ["data.path=null", "data.sources=[{path: a}, {path: b, format: text}]"],
-            "b: format: text cannot be trained with train.objective: dpo",
-        ),
-        (["data.path=null", "data.sources=[{path: a}, {path: b, long_rows: split}]"], "b: long_rows: split divides"),
-        (["data.columns={chosen: [a, b]}"], "`chosen` must be a single column"),
-        (["train.dpo.beta=0"], "train.dpo.beta: 0"),
-        (["data.format=text", "train.objective=next_token", "train.dpo.beta=0.2"], "train.dpo.beta: has no effect"),
-    ],
-)
-def test_contradictions_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        load(write_recipe(tmp_path), ["data.format=preference", "train.objective=dpo", *words])

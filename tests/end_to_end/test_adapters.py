@@ -18,7 +18,7 @@ ZEROS = {"where": "fsdptrain.checkpoint.export:gathered_tensors", "do": "zero", 
 def recipe(tmp: Path, adapter: dict[str, Any], **changes: Any) -> Path:
     return small_recipe(
         tmp, model={"id": str(tmp.parent / "base"), "tokenizer": {"train": 512}}, model__config={}, adapter=adapter,
-        export={"adapter": "separate"}, **changes,
+        export={"adapter": "separate"}, launch__nproc_per_node=1, **changes,
     )  # fmt: skip
 
 

@@ -407,7 +407,8 @@ FILLINGS = {  # when → the call on rank 0 at which another file takes all the 
 }
 
 
-@pytest.mark.parametrize("when", [pytest.param(when, marks=() if "before" in when else soak) for when in FILLINGS])
+@soak
+@pytest.mark.parametrize("when", FILLINGS)
 def test_a_disk_that_is_full_at_any_moment_loses_nothing(when: str, reference: Path, small_disk: SmallDisk) -> None:
     where, call, words = FILLINGS[when]
     fault = {"where": where, "do": "fill", "rank": 0, "call": call, "how": {"path": str(small_disk.inside / "ballast")}}
@@ -537,7 +538,7 @@ def test_a_finished_run_exits_0_every_time(tmp_path: Path) -> None:
         assert fsdptrain("run", recipe).returncode == 0
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed"])
+@pytest.mark.parametrize("how", [pytest.param("removed", marks=soak), "renamed"])
 def test_a_run_whose_folder_goes_away_ends_and_makes_no_other(how: str, tmp_path: Path) -> None:
     recipe, run, away = small_recipe(tmp_path, train__steps=10_000), tmp_path / "run", tmp_path / "away"
     running = Running(recipe)

@@ -76,9 +76,9 @@ def test_ranks_enter_all_windows_and_leave_nothing_of_those_behind(whole: Path) 
 def test_a_window_that_takes_longer_than_the_watchdog_waits_is_no_hang(
     whole: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_of(corpus, tmp_path, launch__timeout_s=10)
+    recipe = recipe_of(corpus, tmp_path, launch__timeout_s=6)
     match = str(files_of_windows(recipe)[1][0])
-    slow = {"where": ENCODES, "do": "sleep", "match": match, "how": {"seconds": 30}, "mark": str(tmp_path / "mark")}
+    slow = {"where": ENCODES, "do": "sleep", "match": match, "how": {"seconds": 15}, "mark": str(tmp_path / "mark")}
     done = run_with(recipe, slow, **cache_of(recipe))
     assert done.problems(0, r"waited 0:\d+ for window 2 of 3 of the data") == []
     assert (tmp_path / "mark").exists()

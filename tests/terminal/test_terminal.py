@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 from pseudo_terminal import Terminal
 from support import events, python, write_recipe
 
@@ -110,17 +111,18 @@ def test_a_run_that_is_stopped_twice_and_resumed(tmp_path: Path) -> None:
             assert_tidy(other, 60)
 
 
-def test_a_stop_before_the_first_step_on_a_dumb_terminal(tmp_path: Path) -> None:
+# The agent may not handle signals yet, and importing workers do not.
+@pytest.mark.parametrize("patience", [0.0, pytest.param(2.0, marks=pytest.mark.soak)])
+def test_a_stop_before_the_first_step_on_a_dumb_terminal(patience: float, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2000)
-    for patience in (0.0, 2.0):  # the agent may not handle signals yet, and importing workers do not
-        with Terminal("run", recipe, columns=60, TERM="dumb", executed=True) as terminal:
-            terminal.wait_for("2,000 steps")
-            time.sleep(patience)
-            terminal.press_ctrl_c()
-            assert terminal.wait() == 75
-            assert_tidy(terminal, 60)
-            assert b"\x1b" not in terminal.raw
-            assert "Ctrl-C: stopping; no step has been trained yet" in terminal.text()
+    with Terminal("run", recipe, columns=60, TERM="dumb", executed=True) as terminal:
+        terminal.wait_for("2,000 steps")
+        time.sleep(patience)
+        terminal.press_ctrl_c()
+        assert terminal.wait() == 75
+        assert_tidy(terminal, 60)
+        assert b"\x1b" not in terminal.raw
+        assert "Ctrl-C: stopping; no step has been trained yet" in terminal.text()
 
 
 def test_ctrl_c_in_a_command_with_nothing_to_save(tmp_path: Path) -> None:

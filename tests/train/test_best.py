@@ -60,7 +60,7 @@ def test_a_run_ends_when_one_source_gets_worse_and_goes_on_by_all(tmp_path: Path
     recipe = write_recipe(
         tmp_path, **EVALUATED, data__path=None, data__sources=sources, eval__every=1, eval__patience=2,
         eval__best_of="quiet", checkpoint__every=None, train__steps=6, optim__lr=0.01, schedule__name="constant",
-        schedule__warmup=0,
+        schedule__warmup=0, launch__nproc_per_node=1,
     )  # fmt: skip
     done = fsdptrain("run", recipe)
     run, said = tmp_path / "run", done.stdout

@@ -18,15 +18,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import build, curve, evaluated
-from reference import (
-    Documents,
-    batches_of,
-    cosine_rates,
-    documents_of,
-    plain_distillation,
-    plain_loss,
-    stream_of,
-)
+from reference import batches_of, cosine_rates, documents_of, plain_distillation, plain_loss, stream_of
 from safetensors.torch import load_file, save_file
 from support import TINY, events, fsdptrain, on_ranks, planned, quiet, strategies, write_pretrained
 from torch import nn
@@ -59,70 +51,60 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def batches(recipe: Path) -> list[Documents]:
-    return batches_of(stream_of(recipe)[0], BATCH, STEPS)
-
-
-OF_LOSS = {
+LOSSES: dict[str, dict[str, Any]] = {
     "forward": {"weight": 0.5, "kl": "forward", "temperature": 1.0},
     "reverse": {"weight": 0.5, "kl": "reverse", "temperature": 2.0},
 }
+BOTH, ADAPTED = [*LOSSES], ["adapter.kind=lora", "export.adapter=merged", "train.micro_batch_size=4"]
+# Ranks → layouts: losses, `top_k` and overrides. With the same `top_k` one reads what another has cached.
+Layouts = dict[str, tuple[list[str], int, list[str]]]
+SOME: Layouts = {
+    "accumulated": (BOTH, 16, []),
+    "context": (["forward"], 12, ["parallel.context=2", "train.micro_batch_size=4"]),
+    "lora": (["reverse"], 16, ADAPTED),
+}
+EVERY: Layouts = {
+    **{name: (BOTH, 20 + i, own) for i, (name, own) in enumerate(strategies(4).items())},
+    "lora": (BOTH, 16, ADAPTED),
+    "tensor": (BOTH, 30, ["parallel.tensor=2", "train.micro_batch_size=2"]),
+    "context": (BOTH, 12, ["parallel.context=2", "train.micro_batch_size=4"]),
+    "context × tensor": (BOTH, 31, ["parallel.tensor=2", "parallel.context=2", "train.micro_batch_size=4"]),
+    "offload": (BOTH, 32, ["fsdp.cpu_offload=true"]),
+}
+PLAIN: Layouts = {"plain": (BOTH, 600, ["train.loss=plain", "train.micro_batch_size=2"])}  # more than there are tokens
 
 
-def words(keys: dict[str, Any]) -> list[str]:
-    own = [f"teacher.{name}={keys[name]}" for name in ("temperature", "top_k")]
-    return [*own, *(f"train.distill.{name}={keys[name]}" for name in ("weight", "kl"))]
-
-
-def assert_agree(
-    world: int, layouts: dict[str, tuple[int, list[str]]], recipe: Path, batches: list[Documents], tmp: Path
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [(2, SOME), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((4, EVERY), (1, PLAIN)))],
+)
+def test_curves_agree_with_the_plain_loop_that_holds_both(
+    ranks: int, layouts: Layouts, recipe: Path, tmp_path: Path
 ) -> None:
-    """Compare the curves of layouts, each with a `top_k` of its own: else one would read what another has cached."""
     torch.set_num_threads(1)
+    batches = batches_of(stream_of(recipe)[0], BATCH, STEPS)
     folders = [str(recipe.parent / name) for name in ("model", "teacher")]
-    variants, expected = dict[str, list[str]](), dict[str, Any]()
-    for layout, (top_k, own) in layouts.items():
-        for name, keys in OF_LOSS.items():
-            both = {**keys, "top_k": top_k}
-            variants[f"{name}, {layout}"] = [*words(both), *own]
-            expected[f"{name}, {layout}"] = plain_distillation(*folders, batches, cosine_rates(LR, STEPS), both)
-    ranks = on_ranks(world, "curves", tmp / "ranks", recipe=str(recipe), variants=variants, steps=STEPS)
-    assert all(other == ranks[0] for other in ranks), "ranks report different curves"
-    for name, found in ranks[0].items():
-        wanted = np.array(expected[name])
+    variants, chosen = dict[str, list[str]](), dict[str, tuple[str, int]]()
+    for layout, (losses, top_k, own) in layouts.items():
+        for loss in losses:
+            keys, name = LOSSES[loss], f"{loss}, {layout}"
+            variants[name] = [f"teacher.temperature={keys['temperature']}", f"teacher.top_k={top_k}", *own]
+            variants[name] += [f"train.distill.{key}={keys[key]}" for key in ("weight", "kl")]
+            chosen[name] = loss, top_k
+    expected = {
+        (loss, top_k): plain_distillation(*folders, batches, cosine_rates(LR, STEPS), LOSSES[loss] | {"top_k": top_k})
+        for loss, top_k in {*chosen.values()}
+    }
+    first, *others = on_ranks(ranks, "curves", tmp_path, recipe=str(recipe), variants=variants, steps=STEPS)
+    assert all(other == first for other in others), "ranks report different curves"
+    for name, found in first.items():
+        wanted = np.array(expected[chosen[name]])
         assert wanted[0, 0] - wanted[-1, 0] > 0.01, "nothing is learned"
         worst = np.abs(np.subtract(found, wanted)) / np.maximum(1, np.abs(wanted))
         print(f"{name:40} loss, norm, KL, cross-entropy: {worst.max(axis=0)}")
         worst = worst[:1, [0, 2, 3]] if "lora" in name else worst  # at first an adapter changes nothing
         assert (worst <= (LIMITS if worst.shape[1] == 4 else LIMITS[[0, 2, 3]])).all(), name
         assert found[-1][0] != found[0][0], name
-
-
-def test_curves_agree_with_the_plain_loop_that_holds_both(
-    recipe: Path, batches: list[Documents], tmp_path: Path
-) -> None:
-    layouts = {
-        "accumulated": (16, list[str]()),
-        "context": (12, ["parallel.context=2", "train.micro_batch_size=4"]),
-        "lora": (16, ["adapter.kind=lora", "export.adapter=merged", "train.micro_batch_size=4"]),
-    }
-    assert_agree(2, layouts, recipe, batches, tmp_path)
-
-
-@pytest.mark.soak
-def test_every_layout_agrees_with_the_plain_loop(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
-    layouts = {name: (20 + i, own) for i, (name, own) in enumerate(strategies(4).items())}
-    layouts["tensor"] = (30, ["parallel.tensor=2", "train.micro_batch_size=2"])
-    layouts["context × tensor"] = (31, ["parallel.tensor=2", "parallel.context=2", "train.micro_batch_size=4"])
-    layouts["offload"] = (32, ["fsdp.cpu_offload=true"])
-    assert_agree(4, layouts, recipe, batches, tmp_path)
-
-
-@pytest.mark.soak
-def test_the_plain_loss_agrees_with_the_plain_loop(recipe: Path, batches: list[Documents], tmp_path: Path) -> None:
-    layouts = {"plain": (600, ["train.loss=plain", "train.micro_batch_size=2"])}  # more than there are tokens
-    assert_agree(1, layouts, recipe, batches, tmp_path)
 
 
 def test_what_is_cached_is_computed_once_and_again_when_it_is_gone(recipe: Path, tmp_path: Path) -> None:
@@ -182,7 +164,8 @@ def test_a_teacher_that_cannot_be_learned_from_is_refused(recipe: Path, tmp_path
 
 def test_the_teacher_is_asked_ahead_by_a_command_and_a_run_needs_it_no_more(recipe: Path, tmp_path: Path) -> None:
     """The folder of the cache is what another machine gets; the run checks only the files of the teacher."""
-    words, env = [str(recipe), f"output_dir={tmp_path / 'run'}"], {"FSDPTRAIN_CACHE": str(tmp_path / "cache")}
+    words, env = [recipe, f"output_dir={tmp_path / 'run'}"], {"FSDPTRAIN_CACHE": str(tmp_path / "cache")}
+    words.append("launch.nproc_per_node=1")
     shown = fsdptrain("validate", *words, "--json", **env)
     teacher = json.loads(shown.stdout)["teacher"]
     assert shown.returncode == 0 and teacher["parameters"] > 3 * 10**5 and 0 < teacher["rank_bytes"] < 4 * 10**6
