@@ -13,7 +13,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -62,12 +61,6 @@ class Probe:
         if not (alone.isfinite().all() and among.isfinite().all()):
             raise ValueError("its logits are not finite for random weights")
         return alike(among, alone)
-
-    def bounds_reach_recurrences(self) -> bool:
-        """Return whether the model passes the bounds of documents on to any recurrence. Raises what it raises."""
-        with mock.patch.object(patches, "within_documents", wraps=patches.within_documents) as reached:
-            self.logits([[0, 1, 2]], packed_documents=bounds_of([[0, 1, 2]]))
-        return reached.called
 
     def logits(self, rows: list[list[int]], document: slice | None = None, **inputs: Any) -> torch.Tensor:
         """Return the first row's logits, float32 [tokens, vocabulary], called as the engine calls the model.

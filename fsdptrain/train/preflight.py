@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from torch import nn
 
 from fsdptrain.config.optimizers import Weight
@@ -31,7 +30,7 @@ from fsdptrain.model.config import check_base_config, check_special_tokens, load
 from fsdptrain.model.expert_parallel import check_biases, check_experts
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
-from fsdptrain.model.patches import UNBOUNDED, accept_documents
+from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.pipeline import check_stages
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.router_loss import check_router_loss, is_wanted
@@ -309,8 +308,8 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     if not apart:
         way_out = "use another model, or learn the chosen answers alone, with train.objective=next_token"
         raise RecipeError(
-            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because "
-            f"{why_together(name, probe)}: {way_out if pairs else 'use data.packing=none'}"
+            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because {name} does not "
+            f"tell documents apart by their position ids: {way_out if pairs else 'use data.packing=none'}"
         )
     if missing := missing_kernels(plan, bare) if torch.cuda.is_available() else None:
         raise RecipeError(f"{missing}: install them{'' if pairs else ', or use data.packing=none'}")
@@ -331,17 +330,6 @@ def why_shared(plan: Plan) -> str:
     return (
         f"train.objective: {objective}" if objective.shares_sequences else f"data.packing: {plan.recipe.data.packing}"
     )
-
-
-def why_together(name: str, probe: Probe) -> str:
-    """Return why a model lets the documents of a sequence see one another."""
-    kernels = probe.recurrences
-    if unbounded := {kernel.name: kernel.distribution for kernel in kernels if kernel.name in UNBOUNDED}:
-        return f"{name} calls {listed(unbounded)} of {listed({*unbounded.values()})}, which take no bounds of documents"
-    if kernels and not probe.bounds_reach_recurrences():
-        names = sorted({kernel.name for kernel in kernels})
-        return f"{name} in transformers {transformers.__version__} passes no bounds of documents on to {listed(names)}"
-    return f"{name} does not tell documents apart by their position ids"
 
 
 def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
