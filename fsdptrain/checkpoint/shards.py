@@ -31,8 +31,8 @@ from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
 from fsdptrain.errors import CheckpointError, listed
 from fsdptrain.model.parts import Part
-from fsdptrain.model.units import trained_state, weights_of
-from fsdptrain.parallel.world import World, first_row
+from fsdptrain.model.units import first_row, trained_state, weights_of
+from fsdptrain.parallel.world import World
 from fsdptrain.run_folder.files import NOTHING_THERE, openable, system_errors
 from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 

@@ -45,6 +45,13 @@ def base_name(name: str) -> str:
     return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
+def base_of(module: Any) -> Any:
+    """Return the module that a module of peft adapts; others are returned as they are."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
 def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
     """Return the decoder layers of a model, sharded or not, by the class names that transformers lists for this.
 
@@ -85,6 +92,22 @@ def saved_state(model: Any) -> dict[str, torch.Tensor]:
 def trained_state(model: Any) -> dict[str, torch.Tensor]:
     """Return what a checkpoint holds, by name: `saved_state` without what the recipe freezes."""
     return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the number of the first row of this rank's shard, ⌈rows / ranks⌉ of them, in the whole tensor; else 0."""
+    for dim, placement in enumerate(tensor.placements):
+        if tensor.ndim and placement.is_shard(0):
+            chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
+            return min(len(tensor), chunk * tensor.device_mesh.get_local_rank(dim))
+    return 0
+
+
+def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
+    """Set this rank's numbers of a parameter from the whole tensor, of which nothing else leaves its device."""
+    target, part = model.get_parameter(name).detach(), model.parts.get(name)
+    local, first = (target.to_local(), first_row(target)) if isinstance(target, DTensor) else (target, 0)
+    local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
 
 
 def nonfinite_names(model: Any) -> list[str]:

@@ -38,7 +38,7 @@ from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import gather_itself, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.recompute import KERNELS, keep_choices, recompute
-from fsdptrain.parallel.world import World, first_row, send
+from fsdptrain.parallel.world import World, send
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -191,13 +191,6 @@ class _GlooReduceScatter:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
-
-
-def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
-    """Set this rank's numbers of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
-    target, part = model.get_parameter(name).detach(), model.parts.get(name)
-    local, first = target.to_local(), first_row(target)
-    local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
 
 
 def whole_tensor(tensor: torch.Tensor, part: Part | None, world: World) -> torch.Tensor:

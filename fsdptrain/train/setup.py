@@ -61,7 +61,6 @@ from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.skeleton import draw_weights
 from fsdptrain.model.units import bytes_in_host, model_flops
 from fsdptrain.model.weights import allocate, read_weights
-from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.gpus import why_unseen
 from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fault
@@ -436,7 +435,7 @@ def load_state(
             read_weights(model, bare, plan, device, session.progress, quantizer, added)
         allocate(model, device)  # what was not read
         if not resuming and not plan.pretrained:
-            draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
+            draw_weights(model, bare, plan.recipe, session.progress)
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
@@ -445,7 +444,7 @@ def load_state(
     if quantizer:
         quantizer.finish()
     if not resuming and plan.recipe.adapter.kind:
-        start_adapters(model, plan, copy_own_rows)
+        start_adapters(model, plan)
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = 0

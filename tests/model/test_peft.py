@@ -356,7 +356,7 @@ def test_adapters_of_peft_are_continued_however_their_layers_were_chosen(how: st
     found = ready.trained
     read_weights(found, ready.bare, plan, torch.device("cpu"), lambda *_: None)
     allocate(found, torch.device("cpu"))
-    start_adapters(found, plan, lambda model, name, whole: model.get_parameter(name).detach().copy_(whole))
+    start_adapters(found, plan)
     with torch.no_grad():
         assert torch.allclose(found.eval()(ids).logits, expected.eval()(ids).logits, atol=1e-5)
     expected.save_pretrained(folder, save_embedding_layers=True)
@@ -440,7 +440,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     save_file(tensors, weights)
     not_finite = r"adapter.from: .*lora_B.weight in .* has values that are not finite"
     with pytest.raises(RecipeError, match=not_finite):
-        start_adapters(prepare_model(plan, 512).trained, plan, lambda *_: None)
+        start_adapters(prepare_model(plan, 512).trained, plan)
     check_model(plan, 512, 1, findings := Findings())
     assert re.match(not_finite, findings.problems[0]) and len(findings.problems) == 1, findings.problems
 

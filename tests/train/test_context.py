@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.attention import check_context
+from fsdptrain.model.exchange import exchanged
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.varlen import AllToAll
+from fsdptrain.model.varlen import all_to_all
 from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
@@ -156,7 +158,8 @@ def test_a_run_resumes_bitwise_and_with_other_ranks_in_a_row(recipe: Path, tmp_p
 def test_a_report_on_a_hang_names_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[str | None]()
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: found.append(collective_of(sys._getframe(1))))
-    AllToAll.apply(torch.ones(2, 3, requires_grad=True), None).sum().backward()
+    exchange = functools.partial(all_to_all, group=dist.GroupMember.NON_GROUP_MEMBER)
+    exchanged(torch.ones(2, 3, requires_grad=True), exchange, exchange).sum().backward()
     assert found == ["all-to-all of parallel.context"] * 2
 
 
