@@ -298,7 +298,7 @@ class Engine:
             if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
                 raise RecipeError(
                     f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
-                    "use float32"
+                    f"use float32, or set buffer_dtype to {dtype} if the model has tables in another dtype"
                 ) from None
             raise
 
