@@ -126,10 +126,8 @@ class ExpertLoads:
     def __init__(self, model: Any, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
         """Watch the experts of a model; `sum_over_ranks` sums in place over the ranks that have the same layers."""
         self._sum, self._has_experts = sum_over_ranks, expert_count(model.config) > 0
-        layers, ranks = (
-            experts_of(model),
-            max((part.ranks for part in model.parts.values() if part.dim < -2), default=1),
-        )
+        layers = experts_of(model)
+        ranks = max((part.ranks for part in model.parts.values() if part.dim < -2), default=1)
         most = max((module.num_experts for module in layers.values()), default=0)
         self._counts = torch.zeros(len(layers), most * ranks, dtype=torch.int64, device=device)
         self._biases = [bias_of(model, name) for name in layers]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -321,12 +319,10 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     They would train on without an error: hosts may have files of their own under the same names.
     """
     found = inputs.content | ({"data.eval": inputs.eval_corpus.digest} if inputs.plan.eval_path else {})
-    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    plans, contents = zip(*world.gather_objects((inputs.plan.digest(), digest)), strict=True)
+    plans, every = zip(*world.gather_objects((inputs.plan.digest(), found)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
         raise PLAN.error(f"{ranks_text(others, world.hosts)} made another plan than rank 0: {PLAN.way_out}")
-    if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
-        every = world.gather_objects(found)
+    if others := [rank for rank in range(world.size) if every[rank] != every[0]]:
         keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
         if isinstance(inputs.plan.recipe.model.tokenizer, dict) and DATA_KEY in keys:
             keys.discard(TOKENIZER_KEY)  # it is trained on the data

@@ -449,26 +449,18 @@ class Engine:
         mine += [-1] * (rounds * size - len(mine))
         yield from (mine[i : i + size] for i in range(0, len(mine), size))
 
-    def answer_log_probs(
-        self, corpus: Corpus, numbers: Sequence[int], on_batch: Callable[[int, int], None]
-    ) -> tuple[Any, Any]:
-        """Return the rows of the answers in sequences `numbers`, and the log-probability of each; collective.
+    def answer_log_probs(self, corpus: Corpus, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Yield, of each micro-batch, the rows of the answers in it and the log-probability of each; collective.
 
-        Float64 [1, answers], or [2, answers] with those of mismatched rows.
-        Nothing is trained; `on_batch` is called before each micro-batch, with its number and their count.
+        Float64 [1, answers], or [2, answers] with those of mismatched rows. Every rank yields as often.
         """
-        rows, found = [np.zeros(0, np.int64)], list[torch.Tensor]()
-        shares = [*self._shares(numbers)]
         with self.forward_only():
-            for i, mine in enumerate(shares):
-                on_batch(i, len(shares))
+            for mine in self._shares(numbers):
                 batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
                 passes = [batch, batch["mismatched"]] if self._objective.estimates_kl else [batch]
                 sums = [sum_answers(self._log_probs(each), each, self.world.sharers).sums for each in passes]
-                rows.append(corpus.rows_of(mine))
-                found.append(torch.stack(sums).cpu())
                 self.on_progress()
-        return np.concatenate(rows), torch.cat(found, dim=1).numpy()
+                yield corpus.rows_of(mine), torch.stack(sums).cpu().numpy()
 
     def read_labels(
         self, corpus: Corpus, numbers: Sequence[int], read: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -506,7 +498,7 @@ class Engine:
             for numbers in self._micro_batches(beginnings):
                 logits = self._logits(beginnings, numbers, lambda hidden: hidden[:, :longest])
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-        return self.world.list_on_rank_zero(found, self._with_head)
+        return self.world.list_on_rank_zero(found, self.world.size - self.plan.stage_ranks)
 
     def next_tokens(self, rows: Corpus) -> list[int]:
         """Return the most likely token behind the only piece of each sequence, -1 if a logit there is not a number.
@@ -527,13 +519,8 @@ class Engine:
                 best = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).tolist()
                 found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=False)]
         found += [-1] * (len(rows) - len(found))  # without the head, of a pipeline
-        ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))
-        return [int(token) for token in ranks[self._with_head :][: self.plan.ranks_of_row].max(axis=0)]
-
-    @property
-    def _with_head(self) -> int:
-        """The first rank that has the head."""
-        return self.world.size - self.plan.stage_ranks
+        ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))[-self.plan.stage_ranks :]  # with the head
+        return [int(token) for token in ranks[: self.plan.ranks_of_row].max(axis=0)]
 
     def _micro_batches(self, rows: Corpus) -> Iterator[list[int]]:
         """Yield the numbers of all sequences, as many at a time as a micro-batch has; report progress after each."""
