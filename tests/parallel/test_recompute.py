@@ -215,13 +215,14 @@ class Routed(nn.Module):
         return (values[..., None] * self.experts[chosen]).sum(-2) * x
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_router_that_is_recomputed_chooses_what_it_has_chosen(kind: Any) -> None:
+@pytest.mark.parametrize("form", [*FORMS, "selective"])
+def test_a_router_that_is_recomputed_chooses_what_it_has_chosen(form: str) -> None:
     torch.manual_seed(0)
     layers = [Routed(), Routed()]
     for layer in layers:
         keep_choices(layer)
-    recompute([*layers], Recomputation(kind), CPU, sends_tokens=True)
+    how = Fsdp(activation_checkpointing=FORMS.get(form, form)).recomputation
+    recompute([*layers], how, CPU, sends_tokens=True)
     x = torch.randn(5, 8, requires_grad=True)
     layers[1](layers[0](x)).sum().backward()
     for layer in layers:
