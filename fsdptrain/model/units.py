@@ -94,8 +94,16 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
 
 
-def first_row(tensor: DTensor) -> int:
+@torch.no_grad()
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: torch.Tensor) -> int:
     """Return the number of the first row of this rank's shard, ⌈rows / ranks⌉ of them, in the whole tensor; else 0."""
+    if not isinstance(tensor, DTensor):
+        return 0
     for dim, placement in enumerate(tensor.placements):
         if tensor.ndim and placement.is_shard(0):
             chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
@@ -106,14 +114,14 @@ def first_row(tensor: DTensor) -> int:
 def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
     """Set this rank's numbers of a parameter from the whole tensor, of which nothing else leaves its device."""
     target, part = model.get_parameter(name).detach(), model.parts.get(name)
-    local, first = (target.to_local(), first_row(target)) if isinstance(target, DTensor) else (target, 0)
+    local, first = part_of(target), first_row(target)
     local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
 
 
 def nonfinite_names(model: Any) -> list[str]:
     """Return the names of the saved tensors of which this process holds values that are not finite."""
-    own = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in saved_state(model).items()}
-    return [name for name, tensor in own.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    own = {name: part_of(tensor) for name, tensor in saved_state(model).items() if tensor.is_floating_point()}
+    return [name for name, tensor in own.items() if not tensor.isfinite().all()]
 
 
 def nonfinite_note(names: Collection[str]) -> str:

@@ -36,11 +36,12 @@ from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
 from fsdptrain.model.tensor_parallel import divides_attention
+from fsdptrain.model.units import part_of
 from fsdptrain.parallel.shard import begin_backward, sum_parts, sum_tied_ends, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.pipeline import Pass
 from fsdptrain.plan.plan import Plan
-from fsdptrain.train.optim import LossScale, assert_dtypes, part_of
+from fsdptrain.train.optim import LossScale, assert_dtypes
 from fsdptrain.train.pace import LayerClock
 from fsdptrain.train.pipeline import Stages
 
