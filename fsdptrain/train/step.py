@@ -429,26 +429,32 @@ class Engine:
             return loss
 
         shares, at_once = [*self._shares(numbers)], self.stages.at_once
-        parts = (self._own_part(corpus.batch(rows)) for rows in shares)
-        self.estimate_kl(itertools.takewhile(lambda _: not stops(), parts), corpus.divisor(numbers))
+        every = (self._batch(corpus, rows) for rows in shares)
+        self.estimate_kl(itertools.takewhile(lambda _: not stops(), every), corpus.divisor(numbers))
         with self.forward_only():
             for first in range(0, len(shares), at_once):
                 if stops():
                     return None
                 mine = shares[first : first + at_once]
-                batches = [self._own_part(corpus.batch(rows)) for rows in mine]
+                batches = [self._batch(corpus, rows) for rows in mine]
                 self.stages.evaluate(len(mine), batches[0]["input_ids"].shape, functools.partial(forward, batches))
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
         loss_sum, *sums = self.world.gather(torch.cat([total[None], self._measures.flatten()])).sum(axis=0).tolist()
         return loss_sum / divisor, tokens, np.reshape(sums, self._measures.shape)
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
+        """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, of which some are empty."""
         size, groups = self.plan.recipe.train.micro_batch_size, self.plan.groups_of_rows
-        rounds = -(-len(numbers) // (groups * size))
         mine = [*numbers[self.plan.group_of_rows(self.world.rank) :: groups]]
-        mine += [-1] * (rounds * size - len(mine))
-        yield from (mine[i : i + size] for i in range(0, len(mine), size))
+        for first in range(0, -(-len(numbers) // groups), size):
+            yield mine[first : first + size]
+
+    def _batch(self, corpus: Corpus, numbers: list[int]) -> Batch:
+        """Return this rank's part of sequences, on its device, as a micro-batch that is filled up with padding."""
+        missing = self.plan.recipe.train.micro_batch_size - len(numbers)
+        whole = corpus.batch([*numbers, *([-1] * missing)])
+        part = part_of_rows(whole, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
+        return to_device(part, self.world.device)
 
     def answer_log_probs(self, corpus: Corpus, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Yield, of each micro-batch, the rows of the answers in it and the log-probability of each; collective.
@@ -457,7 +463,7 @@ class Engine:
         """
         with self.forward_only():
             for mine in self._shares(numbers):
-                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+                batch = self._batch(corpus, mine)
                 passes = [batch, batch["mismatched"]] if self._objective.estimates_kl else [batch]
                 sums = [sum_answers(self._log_probs(each), each, self.world.sharers).sums for each in passes]
                 self.on_progress()
@@ -468,12 +474,12 @@ class Engine:
     ) -> Iterator[tuple[list[int], list[int], tuple[torch.Tensor, ...]]]:
         """Yield what `read` returns for the logits [L, V] at the label tokens of this rank's share of sequences.
 
-        Of each micro-batch: the numbers of its sequences, how many label tokens each has in this rank's part, and the
-        tensors [L, …] of all of them. Every rank yields as often; collective.
+        Of each micro-batch: the numbers of its sequences, how many label tokens each has in this rank's part (0 for
+        padding behind them), and the tensors [L, …] of all. Every rank yields as often; collective.
         """
         with self.forward_only():
             for mine in self._shares(numbers):
-                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+                batch = self._batch(corpus, mine)
                 inputs, labels = self._inputs(batch), batch["labels"]
                 if self.plan.recipe.train.loss == "chunked":
                     found = self.model(**inputs, labels=labels, read=read)
@@ -481,10 +487,6 @@ class Engine:
                     found = read(self.model(**inputs).logits[labels != IGNORED])
                 self.on_progress()
                 yield mine, (labels != IGNORED).sum(1).tolist(), found
-
-    def _own_part(self, batch: Batch) -> Batch:
-        """Return this rank's part of each row."""
-        return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
         """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
@@ -535,9 +537,7 @@ class Engine:
 
         The head computes no others. Ranks of a pipeline that do not have it return those of no sequence.
         """
-        head, found = self.model.get_output_embeddings(), []
-        missing = self.plan.recipe.train.micro_batch_size - len(numbers)
-        batch = to_device(self._own_part(rows.batch([*numbers, *([-1] * missing)])), self.world.device)
+        head, batch, found = self.model.get_output_embeddings(), self._batch(rows, numbers), []
 
         def forward(chunk: int, _: int, hidden: torch.Tensor | None) -> torch.Tensor:
             result = self.model(**self._inputs(batch, chunk, hidden))
