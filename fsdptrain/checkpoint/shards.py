@@ -31,8 +31,8 @@ from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
 from fsdptrain.errors import CheckpointError, listed
 from fsdptrain.model.parts import Part
-from fsdptrain.model.units import trained_state, weights_of
-from fsdptrain.parallel.world import World, first_row
+from fsdptrain.model.units import first_row, part_of, trained_state, weights_of
+from fsdptrain.parallel.world import World
 from fsdptrain.run_folder.files import NOTHING_THERE, openable, system_errors
 from fsdptrain.run_folder.storage import READ_BYTES, Location, ObjectPath
 
@@ -144,8 +144,7 @@ def named_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def shard_of(tensor: torch.Tensor, part: Part | None = None, world: World | None = None) -> Shard:
     """Return what this rank has of a tensor, all of it when it is not sharded; `part` as in `tensor_parallel`."""
     tensor, shape = tensor.detach(), tuple(part.shape if part else tensor.shape)
-    local, first = (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
-    shard = Shard.of_rows(torch.atleast_1d(local), first, shape, part)
+    shard = Shard.of_rows(torch.atleast_1d(part_of(tensor)), first_row(tensor), shape, part)
     return replace(shard, holders=world.holders_of_same(tensor, part)) if world else shard
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,6 +36,7 @@ from fsdptrain.model.units import (
     Unit,
     base_name,
     beside_text,
+    copy_own_rows,
     expert_count,
     full_name,
     is_adapter,
@@ -390,7 +391,7 @@ def _taken_for_experts(model: Any, targets: list[str]) -> list[str]:
     return [name for name in targets if name.rpartition(".")[2] not in kept]
 
 
-def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[Any, str, torch.Tensor], None]) -> None:
+def start_adapters(model: Any, plan: Plan) -> None:
     """Set the adapters of a sharded model, whose base has weights: from `adapter.from`, else as peft draws them.
 
     What is drawn depends on the seed and the parameter's name only, so every world size starts from the same weights.

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.model.exchange import exchanged
 from fsdptrain.model.parts import Part, keep_own_parts
-from fsdptrain.model.units import decoder_layers, expert_count, full_name
+from fsdptrain.model.units import base_of, decoder_layers, expert_count, full_name
 
 BIASES = ("e_score_correction_bias", "expert_bias")  # what architectures call the buffer that `ExpertLoads` changes
 
@@ -64,10 +65,7 @@ def connect_experts(model: Any, group: dist.ProcessGroup) -> None:
     """Let the experts of a skeleton exchange tokens among the ranks of a group; its adapters are in place."""
     for name in model.divided_experts:
         module: Any = model.get_submodule(name)
-        base = module
-        while hasattr(base, "base_layer"):
-            base = base.base_layer
-        module.forward = functools.partial(_exchanged, module.forward, base.num_experts, group)
+        module.forward = functools.partial(_exchanged, module.forward, base_of(module).num_experts, group)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -86,7 +84,9 @@ def _exchanged(
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(received_counts, counts, group=group)
     sent, received = rows_exchanged(torch.stack([counts.sum(1), received_counts.sum(1)]).cpu(), len(order))
-    rows = AllToAllUneven.apply(hidden_states[order // chosen], sent, received, group)
+    there = functools.partial(all_to_all_uneven, sent=sent, received=received, group=group)
+    back = functools.partial(all_to_all_uneven, sent=received, received=sent, group=group)
+    rows = exchanged(hidden_states[order // chosen], there, back)
     # The copies come rank by rank, those of each sorted by expert.
     numbers = (
         torch.arange(own, device=rows.device)
@@ -95,7 +95,7 @@ def _exchanged(
     )
     rows, numbers = functional.pad(rows, (0, 0, 0, 1)), functional.pad(numbers, (0, 1))[:, None]
     results = experts(rows, numbers, torch.ones_like(numbers, dtype=top_k_weights.dtype))[:-1]
-    returned = AllToAllUneven.apply(results, received, sent, group)
+    returned = exchanged(results, back, there)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     copies = returned[places].view(-1, chosen, returned.shape[-1])
@@ -111,25 +111,10 @@ def rows_exchanged(sizes: torch.Tensor, copies: int) -> list[list[int]]:
     return found
 
 
-class AllToAllUneven(torch.autograd.Function):
-    """Sends rows to the ranks of a group, `sent` to each, and returns the `received` rows from each; [rows, H]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        """Exchange the rows."""
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Exchange the gradients back."""
-        sent, received = ctx.sizes
-        return _exchange(grads[0], received, sent, ctx.group), None, None, None
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_uneven(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send rows [rows, H] to the ranks of a group, `sent` to each; return the `received` rows from each."""
     found = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found
@@ -141,10 +126,8 @@ class ExpertLoads:
     def __init__(self, model: Any, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
         """Watch the experts of a model; `sum_over_ranks` sums in place over the ranks that have the same layers."""
         self._sum, self._has_experts = sum_over_ranks, expert_count(model.config) > 0
-        layers, ranks = (
-            experts_of(model),
-            max((part.ranks for part in model.parts.values() if part.dim < -2), default=1),
-        )
+        layers = experts_of(model)
+        ranks = max((part.ranks for part in model.parts.values() if part.dim < -2), default=1)
         most = max((module.num_experts for module in layers.values()), default=0)
         self._counts = torch.zeros(len(layers), most * ranks, dtype=torch.int64, device=device)
         self._biases = [bias_of(model, name) for name in layers]

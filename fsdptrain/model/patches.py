@@ -125,7 +125,6 @@ BOUNDS = {  # a kernel → the dimension of the tokens in its tensors, and its a
     "mamba_chunk_scan_combined": (1, "seq_idx"),
     "mamba_split_conv1d_scan_combined": (1, "seq_idx"),
 }
-UNBOUNDED = ("mamba_inner_fn", "selective_scan_fn")  # kernels without such an argument
 
 
 class SequenceKernel(NamedTuple):
@@ -142,14 +141,14 @@ def accept_documents(model: nn.Module) -> list[SequenceKernel]:
     transformers calls the kernel of a package, or a function in torch that stands in for it. Kernels take bounds of
     documents, but stand-ins ignore or refuse them. So this replaces functions in the modules of the model's classes, as
     the argument reaches them in every architecture that hands its own to its layers. Returns the kernels of these
-    modules, also those that take no bounds.
+    modules.
     """
     found = []
     for module_name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
         for name, function in list(vars(sys.modules[module_name]).items()):
             if kernel := _kernel_of(function):
                 found.append(kernel)
-                if kernel.name in BOUNDS and not hasattr(function, "without_bounds"):
+                if not hasattr(function, "without_bounds"):
                     setattr(sys.modules[module_name], name, _taking_documents(function, kernel.name))
     return found
 
@@ -165,10 +164,10 @@ def _kernel_of(function: Any) -> SequenceKernel | None:
         return None
     known = inspect.getclosurevars(function).nonlocals
     name, package = known.get("func_name"), known.get("package")
-    if package is None or not (name in BOUNDS or name in UNBOUNDED):
+    if package is None or name not in BOUNDS:
         return None
     usable = known.get("implementation", function.__wrapped__) is not function.__wrapped__
-    usable &= name in BOUNDS and BOUNDS[name][1] in known["applicable_params"]
+    usable &= BOUNDS[name][1] in known["applicable_params"]
     return SequenceKernel(name, {"fla": "flash-linear-attention"}.get(package, package.replace("_", "-")), usable)
 
 

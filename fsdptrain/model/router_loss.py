@@ -66,14 +66,11 @@ class RouterLoss:
         self._counting, self._mask = False, torch.ones(0, dtype=torch.bool)
         if self.wanted:
             found = routers(model)
-            self._coefficient, self._chosen = (
-                getattr(config, COEFFICIENT),
-                first_number(config, EXPERTS_OF_A_TOKEN) or 1,
-            )
+            self._coefficient = getattr(config, COEFFICIENT)
+            self._chosen = first_number(config, EXPERTS_OF_A_TOKEN) or 1
             experts = max(getattr(module, "num_experts", None) or module.weight.shape[0] for module, _ in found)
-            self._sums = torch.zeros(
-                2 * experts + 1, dtype=torch.float64, device=device
-            )  # choices, probabilities, tokens
+            # Choices, probabilities, tokens.
+            self._sums = torch.zeros(2 * experts + 1, dtype=torch.float64, device=device)
             for module, index in found:
                 module.register_forward_hook(functools.partial(self._watch, index))
 

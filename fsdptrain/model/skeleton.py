@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from fsdptrain.config.schema import Model, Recipe
 from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.model.units import decoder_layers, full_name, saved_state
+from fsdptrain.model.units import copy_own_rows, decoder_layers, full_name, saved_state
 from fsdptrain.run_folder.events import Progress
 
 LARGEST_BUFFER = 2**28  # elements
@@ -167,17 +167,10 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def draw_weights(
-    model: Any,
-    mirror: Any,
-    recipe: Recipe,
-    progress: Progress,
-    copy_own_rows: Callable[[Any, str, torch.Tensor], None],
-) -> None:
+def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) -> None:
     """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
     Every rank draws the same weights, one layer at a time, and keeps its rows. `mirror` is an unsharded skeleton.
-    `copy_own_rows(model, name, whole)` sets this rank's rows of a sharded parameter.
     """
     own, groups = {name for name, _ in model.named_parameters()}, init_groups(mirror)
     groups = {name: group for name, group in groups.items() if own & _names_in(group)}  # of a pipeline, not all

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from torch import nn
 from torch.nn import functional
 
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.model.exchange import exchanged
 from fsdptrain.model.parts import IN, OUT, Part, keep_own_parts
-from fsdptrain.model.units import decoder_layers, full_name
+from fsdptrain.model.units import base_of, decoder_layers, full_name
 
 EXPERTS = "moe_tp_experts"
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"  # what is between them, every rank computes as a whole
@@ -140,25 +141,26 @@ def connect_blocks(model: Any, group: dist.ProcessGroup) -> None:
     """Let the blocks of a skeleton with divided layers exchange tokens; its adapters are in place."""
     for name, style in [*styles(model)]:
         module: Any = _module(model, name)
-        if style == EXPERTS:  # tokens, their experts, and the weights of these
-            module.forward = _summed(module.forward, group)
-            module.forward = _with_all_tokens(module.forward, group, 3)
+        if style == EXPERTS:
+            _gather_before(module, group, 3)  # tokens, their experts, and the weights of these
+            module.register_forward_hook(lambda _, __, out: return_tokens(out, group))
         elif style == GATHERED:
-            module.forward = _with_all_features(module.forward, group)
+            module.register_forward_hook(lambda _, __, out: gather_tokens(out.mT, group).mT)
         elif style in LAST and module is not None:
-            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            base = base_of(module)
             if base is not module and base.bias is not None:
                 raise RecipeError(f"adapter.target: {name} has a bias, with which it cannot be divided: leave it out")
-            base.forward = functools.partial(_without_bias, base)
             if style == SPLIT:
-                module.forward = _with_own_features(module.forward, group)
-            module.forward = _summed(module.forward, group, base)
-            block = model.get_submodule(_block(name))
-            block.forward = _with_all_tokens(block.forward, group, 1)
+                module.register_forward_pre_hook(lambda _, args: args[0].chunk(group.size(), dim=-1)[group.rank()])
+            # Its bias is added once, to the sum.
+            base.forward = functools.partial(_without_bias, base)
+            module.register_forward_hook(functools.partial(_sum_after, group, base))
+            _gather_before(model.get_submodule(_block(name)), group, 1)
     if divides_attention(model):
         for module in model.modules():
+            # Attention uses the rotary tables of all tokens.
             if any(re.search("inv_freq|embed_positions", key) for key, _ in module.named_buffers(recurse=False)):
-                module.forward = _with_all_positions(module.forward, group)
+                _gather_before(module, group, 0)
 
 
 def note_whole_weights(model: Any, ranks: int) -> None:
@@ -172,59 +174,25 @@ def _without_bias(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, layer.weight)
 
 
-def _with_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup, count: int) -> Callable[..., Any]:
-    """Gather the first `count` arguments of a block, and the positions of its tokens if it asks for them."""
-    given = [*inspect.signature(forward).parameters]
-    names = [*given[:count], *({"position_ids"} & {*given})]
-
-    @functools.wraps(forward)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        args = (*(gather_tokens(x, group) for x in args[:count]), *args[count:])
-        for name in names:
-            if (x := kwargs.get(name)) is not None:
-                kwargs[name] = _gathered_positions(x, group) if name == "position_ids" else gather_tokens(x, group)
-        return forward(*args, **kwargs)
-
-    return gathered
+def _sum_after(group: dist.ProcessGroup, layer: nn.Linear, _module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
+    out = return_tokens(out, group)
+    return out if layer.bias is None else out + layer.bias
 
 
-def _with_all_features(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        return gather_tokens(forward(*args, **kwargs).mT, group).mT
+def _gather_before(module: Any, group: dist.ProcessGroup, count: int) -> None:
+    """Gather the first `count` arguments of a module, and the positions of its tokens if it asks for them."""
+    names = [*inspect.signature(base_of(module).forward).parameters]
 
-    return gathered
+    def gathered(name: str, x: Any) -> Any:
+        if name == "position_ids" and x is not None:
+            return gather_tokens(x[..., None], group)[..., 0]
+        return gather_tokens(x, group) if name in names[:count] else x
 
+    def gather(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = (gathered(name, x) for name, x in zip(names, args, strict=False))
+        return (*named, *args[len(names) :]), {name: gathered(name, x) for name, x in kwargs.items()}
 
-def _with_own_features(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def split(x: torch.Tensor) -> Any:
-        return forward(x.chunk(group.size(), dim=-1)[group.rank()])
-
-    return split
-
-
-def _with_all_positions(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Gather the positions of which a module makes the rotary tables: attention uses them for all tokens."""
-
-    @functools.wraps(forward)
-    def gathered(x: Any, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(x, _gathered_positions(position_ids, group), *args, **kwargs)
-
-    return gathered
-
-
-def _gathered_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gather_tokens(position_ids[..., None], group)[..., 0]
-
-
-def _summed(forward: Callable[..., Any], group: dist.ProcessGroup, layer: Any = None) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def summed(*args: Any, **kwargs: Any) -> Any:
-        out = return_tokens(forward(*args, **kwargs), group)
-        return out if layer is None or layer.bias is None else out + layer.bias
-
-    return summed
+    module.register_forward_pre_hook(gather, with_kwargs=True)
 
 
 # ----------------------------------------------------------------------------------------------------- the exchange
@@ -233,54 +201,24 @@ def _summed(forward: Callable[..., Any], group: dist.ProcessGroup, layer: Any = 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tokens [..., T·N, H] of N ranks from each one's [..., T, H]; the gradient is summed over the ranks."""
-    found: torch.Tensor = GatherTokens.apply(x, group)
-    return found
+    return exchanged(x, functools.partial(all_tokens, group=group), functools.partial(own_sums, group=group))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def return_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's tokens [..., T, H] of the sum over N ranks of [..., T·N, H]; the gradient is gathered."""
-    found: torch.Tensor = ReturnTokens.apply(x, group)
-    return found
+    return exchanged(x, functools.partial(own_sums, group=group), functools.partial(all_tokens, group=group))
 
 
-class GatherTokens(torch.autograd.Function):
-    """See `gather_tokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Gather the tokens of the group."""
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Sum the gradients of this rank's tokens."""
-        return _own_sums(grads[0], ctx.group), None
-
-
-class ReturnTokens(torch.autograd.Function):
-    """See `return_tokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sum this rank's tokens."""
-        ctx.group = group
-        return _own_sums(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Gather the gradients of all tokens."""
-        return _gathered(grads[0], ctx.group), None
-
-
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the tokens of the group."""
     parts = x.new_empty(group.size() * x.numel())
     dist.all_gather_into_tensor(parts, x.flatten(), group=group)
     return parts.view(-1, *x.shape).movedim(0, -3).flatten(-3, -2)
 
 
-def _own_sums(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def own_sums(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum this rank's tokens over the group."""
     parts = x.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
     if x.device.type == "cpu":  # gloo's reduce-scatter all-reduces everything
         received = torch.empty_like(parts)

@@ -6,7 +6,6 @@ A unit is what is gathered, freed and reduced together.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Collection, Iterable
 from itertools import pairwise
@@ -44,6 +43,13 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str:
     """Return the name that a parameter has without adapters; an adapter's own parameters have none."""
     return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def base_of(module: Any) -> Any:
+    """Return the module that a module of peft adapts; others are returned as they are."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
@@ -88,10 +94,34 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
 
 
+@torch.no_grad()
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: torch.Tensor) -> int:
+    """Return the number of the first row of this rank's shard, ⌈rows / ranks⌉ of them, in the whole tensor; else 0."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    for dim, placement in enumerate(tensor.placements):
+        if tensor.ndim and placement.is_shard(0):
+            chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
+            return min(len(tensor), chunk * tensor.device_mesh.get_local_rank(dim))
+    return 0
+
+
+def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
+    """Set this rank's numbers of a parameter from the whole tensor, of which nothing else leaves its device."""
+    target, part = model.get_parameter(name).detach(), model.parts.get(name)
+    local, first = part_of(target), first_row(target)
+    local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
+
+
 def nonfinite_names(model: Any) -> list[str]:
     """Return the names of the saved tensors of which this process holds values that are not finite."""
-    own = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in saved_state(model).items()}
-    return [name for name, tensor in own.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    own = {name: part_of(tensor) for name, tensor in saved_state(model).items() if tensor.is_floating_point()}
+    return [name for name, tensor in own.items() if not tensor.isfinite().all()]
 
 
 def nonfinite_note(names: Collection[str]) -> str:
@@ -306,17 +336,17 @@ def model_flops(bare: Any, tokens: int, document: float) -> float:
     only looked up, and of a mixture's experts the share that a token uses. L is the number of layers, A heads × head
     size, 0 without attention, S = `document` the tokens of the document that a token belongs to, on average: those of
     other documents are not attended to. As in the paper, all S are counted, also the half that causality hides. Of the
-    6, 2 are those of forward, 2 those of the weight's gradient if it is trained, and 2 those of its input's gradient if
-    something before it is trained. Attention that passes no gradient on has 4 instead of 12.
+    6, 2 are those of forward, 2 those of the weight's gradient if it is trained, and 2 those of its input's gradient,
+    from the first layer on that trains anything. Attention before that layer has 4 instead of 12.
     """
     config = bare.config.get_text_config()
     experts, used = (first_number(config, names) for names in (EXPERTS, EXPERTS_OF_A_TOKEN))
     share = used / experts if experts and used else 1.0
     tables = {module.weight for module in bare.modules() if isinstance(module, nn.Embedding)}
-    head = bare.get_output_embeddings()
-    reached = _with_gradient_of_input(bare)
+    head, beside = bare.get_output_embeddings(), {*beside_text(bare)}
+    layer_of = {param: n for n, (_, layer) in enumerate(decoder_layers(bare)) for param in layer.parameters()}
+    last, first = max(layer_of.values(), default=0), _first_trained(bare)
     products = 0.0
-    beside = {*beside_text(bare)}
     for name, param in bare.named_parameters():
         # All experts of a layer are one tensor with three dimensions.
         count = param.numel() * (share if param.ndim == 3 and param.shape[0] == experts else 1.0)
@@ -325,53 +355,20 @@ def model_flops(bare: Any, tokens: int, document: float) -> float:
             and param.ndim > 1
             and (param not in tables or (head is not None and param is head.weight))
         ):
-            products += (2 + 2 * param.requires_grad + 2 * (param in reached)) * count
+            products += (2 + 2 * param.requires_grad + 2 * (layer_of.get(param, last) >= first)) * count
     layers = config.num_hidden_layers
     heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))
     heads, sizes = (values * layers if len(values) == 1 else values for values in (heads, sizes))
     widths = [n * (size or config.hidden_size // n) if n else 0 for n, size in zip(heads, sizes, strict=True)]
-    forward_only = 0  # decoder layers at the beginning with attention that passes no gradient on
-    for _, layer in decoder_layers(bare):
-        matrices = [(_part_of(name), param) for name, param in layer.named_parameters() if param.ndim > 1]
-        if any(part == matrices[0][0] and param in reached for part, param in matrices):  # attention comes first
-            break
-        forward_only += 1
-    pairs = 4.0 * sum(widths[:forward_only]) + 12.0 * sum(widths[forward_only:])
+    pairs = 4.0 * sum(widths[:first]) + 12.0 * sum(widths[first:])
     return (products + pairs * document) * tokens
 
 
-def _with_gradient_of_input(bare: Any) -> set[nn.Parameter]:
-    """Return the parameters of layers that compute a gradient of their input, because something before is trained.
-
-    Layers count in the order in which they are registered, a decoder layer's norms first. Those of one part of it
-    (attention, MLP) have the input of the part, except the last one, whose input is the result of the others.
-    """
-    found: set[nn.Parameter] = set()
-    before = False
-    layers = {  # those that train a norm of their own, not of one of their parts
-        f"{name}."
-        for name, layer in decoder_layers(bare)
-        if any(p.requires_grad and p.ndim == 1 and key.count(".") == 1 for key, p in layer.named_parameters())
-    }
-    for owner, members in itertools.groupby(bare.named_parameters(), key=lambda member: _part_of(member[0])):
-        before = before or f"{owner}.".startswith(tuple(layers))
-        part = [(_layer_of(name), ".lora_B." in name, param) for name, param in members]
-        last = part[-1][0]
-        inside = any(param.requires_grad for layer, _, param in part if layer != last)
-        found |= {param for layer, second, param in part if before or second or (inside and layer == last)}
-        before = before or any(param.requires_grad for *_, param in part)
-    if tied(bare) and before:  # listed first, but multiplied last
-        found.add(bare.get_input_embeddings().weight)
-    return found
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer of a parameter, by name; an adapter belongs to the layer that it adapts."""
-    return re.sub(r"\.lora_.*", "", base_name(name).rpartition(".")[0])
-
-
-def _part_of(name: str) -> str:
-    return _layer_of(name).rpartition(".")[0]
+def _first_trained(bare: Any) -> int:
+    """Return the number of the first decoder layer that gradients reach; how many there are if they reach none."""
+    parts = [bare.get_input_embeddings(), *(layer for _, layer in decoder_layers(bare))]
+    trained = [any(param.requires_grad for param in part.parameters()) for part in parts]
+    return max(0, trained.index(True) - 1) if any(trained) else len(parts) - 1
 
 
 def expert_count(config: Any) -> int:

@@ -12,6 +12,7 @@ arXiv:2309.14509).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -25,6 +26,7 @@ from torch.nn.attention import varlen as of_torch
 from transformers import AttentionInterface
 
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.exchange import exchanged
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
 
 NAME = "varlen"  # in transformers' registry of attention functions
@@ -121,7 +123,7 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks = group, group.size()
+        self.ranks, self._all_to_all = group.size(), functools.partial(all_to_all, group=group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -137,7 +139,7 @@ class Exchange:
             repeats = wanted // heads if queries % wanted == 0 else queries // heads
             split_heads = x.repeat_interleave(repeats, dim=1).transpose(1, 2).unflatten(2, (self.ranks, -1))
             parts.append(split_heads.permute(2, 0, 1, 3, 4))
-        received: torch.Tensor = AllToAll.apply(torch.cat([x.flatten(3) for x in parts], dim=3), self.group)
+        received = exchanged(torch.cat([x.flatten(3) for x in parts], dim=3), self._all_to_all, self._all_to_all)
         rows = received.permute(1, 0, 2, 3).flatten(1, 2)  # [B, S, …]: rank i has sent part i of a row
         split = rows.split([x.shape[3:].numel() for x in parts], dim=2)
         return [x.unflatten(2, part.shape[3:]).transpose(1, 2) for x, part in zip(split, parts, strict=True)]
@@ -147,26 +149,15 @@ class Exchange:
         """Return the result of attention [B, S, H/N, D] as [B, S/N, H, D]."""
         heads = out.shape[2:]
         parts = out.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4).flatten(3)  # [N, B, S/N, …]
-        received: torch.Tensor = AllToAll.apply(parts.contiguous(), self.group)
+        received = exchanged(parts, self._all_to_all, self._all_to_all)
         return received.permute(1, 2, 0, 3).unflatten(3, heads).flatten(2, 3)
 
 
-class AllToAll(torch.autograd.Function):
-    """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks: its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Exchange the parts [N, …] among the N ranks of a group."""
-        ctx.group, received = group, torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Exchange the gradients back."""
-        received = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, grads[0].contiguous(), group=ctx.group)
-        return received, None
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send part i of [N, …] to rank i of a group; return what all have sent, in the order of ranks: its own inverse."""
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received
 
 
 # ------------------------------------------------------------------------------------------ the same operator on a CPU

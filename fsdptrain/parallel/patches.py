@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fsdptrain.model.expert_parallel import AllToAllUneven
-from fsdptrain.model.tensor_parallel import GatherTokens, ReturnTokens
-from fsdptrain.model.varlen import AllToAll
+from fsdptrain.model.expert_parallel import all_to_all_uneven
+from fsdptrain.model.tensor_parallel import all_tokens, own_sums
+from fsdptrain.model.varlen import all_to_all
 from fsdptrain.parallel.messages import await_message
 
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -158,14 +158,10 @@ SHARERS = "ranks of a row"
 STAGE = "ranks of a stage"
 REDUCTIONS = "fsdp_reduce_scatter"
 EXCHANGES = {  # code of what exchanges tokens in a layer → its name in reports
-    code: f"{collective} of {group}"
-    for function, collective, group in (
-        (AllToAll, "all-to-all", CONTEXT),
-        (GatherTokens, "all-gather", TENSOR),
-        (ReturnTokens, "reduce-scatter", TENSOR),
-        (AllToAllUneven, "all-to-all", EXPERTS),
-    )
-    for code in (function.forward.__code__, function.backward.__code__)
+    all_to_all.__code__: f"all-to-all of {CONTEXT}",
+    all_tokens.__code__: f"all-gather of {TENSOR}",
+    own_sums.__code__: f"reduce-scatter of {TENSOR}",
+    all_to_all_uneven.__code__: f"all-to-all of {EXPERTS}",
 }
 
 

@@ -1,7 +1,8 @@
 """Recomputation: what the forward of a layer keeps for its backward, which computes the rest again.
 
 A layer keeps its input; with `selective` the results of products and of attention too, with `keep_attention` those of
-attention. With `offload` all of it waits in host memory.
+attention, and with experts on other ranks which of them its routers have chosen. With `offload` all of it waits in host
+memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,27 +39,32 @@ SAVED = [  # selective checkpointing does not recompute these: matrix products a
     aten._scaled_mm.default, *ATTENTION,
 ]  # fmt: skip
 
+CHOICE = aten.topk.default  # of experts: a near-tie that is decided otherwise would send a token to another rank
+
 KERNELS = ("sdpa", varlen.NAME)  # in transformers' registry: those whose attention is one of these operators
 
 
 def recompute(layers: list[nn.Module], how: Recomputation, device: torch.device, sends_tokens: bool = False) -> None:
     """Free the activations of these layers after forward and compute them again in backward.
 
-    If they send tokens to experts of other ranks, the choice of experts is kept: see `Choices`.
+    If they send tokens to experts of other ranks, the choice of experts is kept: see `keep_choices`.
     """
     if how.kind == "none":
         return
-    offload = Offload(device) if how.offload else None
     if how.keep_attention:
         keep_attention()
+    operators = [*(ATTENTION if how.keep_attention else ()), *((CHOICE,) if sends_tokens else ())]
+    selective = functools.partial(create_selective_checkpoint_contexts, SAVED) if how.kind == "selective" else None
+    offload = Offload(device) if how.offload else None
+
+    def start() -> Kept:
+        return Kept(operators, offload, selective)
+
     for layer in layers[:: how.every]:
-        if how.beside_compiler:
-            layer.forward = _sent_or_kept(layer.forward, how.keep_attention, offload)
+        if offload:
+            layer.forward = _sent(layer.forward, start)
         else:
-            context = (
-                functools.partial(create_selective_checkpoint_contexts, SAVED) if how.kind == "selective" else None
-            )
-            layer.forward = _recomputed(layer.forward, _with_choices(context) if sends_tokens else context)
+            layer.forward = _recomputed(layer.forward, (lambda: start().contexts()) if operators else selective)
 
 
 def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
@@ -71,75 +77,8 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
     return recomputed
 
 
-def _with_choices(others: Callable[[], Any] | None) -> Callable[[], Any]:
-    """Return what makes the contexts of a layer's forward and recomputation: these, and those of its `Choices`."""
-
-    @contextlib.contextmanager
-    def both(first: Any, second: Any) -> Iterator[None]:
-        with first, second:
-            yield
-
-    def made() -> tuple[Any, Any]:
-        own, more = Choices().contexts(), others() if others else (contextlib.nullcontext(), contextlib.nullcontext())
-        return both(more[0], own[0]), both(more[1], own[1])
-
-    return made
-
-
-class Choices(TorchDispatchMode):
-    """What the routers of a layer have chosen in its forward, which recomputation does not choose again.
-
-    A near-tie that is decided otherwise would send a token to another rank. `keep_choices` lets blocks with experts
-    enter it: in all other operators it would take time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._given: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    def contexts(self) -> tuple[Any, Any]:
-        """Return a context for the forward of the layer, and one for its recomputation."""
-        return self._active(recomputing=False), self._active(recomputing=True)
-
-    @contextlib.contextmanager
-    def _active(self, recomputing: bool) -> Iterator[None]:
-        self._given = iter(self._found) if recomputing else None
-        _choosing.append(self)
-        try:
-            yield
-        finally:
-            _choosing.remove(self)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or repeat what it has chosen."""
-        if func is not aten.topk.default:
-            return func(*args, **(kwargs or {}))
-        if self._given is None:
-            values, indices = func(*args, **(kwargs or {}))
-            self._found.append((values.clone(), indices.clone()))  # some routers change them in place
-            return values, indices
-        values, indices = next(self._given)
-        return values.clone(), indices.clone()
-
-
-_choosing: list[Choices] = []  # of the layer that computes
-
-
-def keep_choices(block: Any) -> None:
-    """Let a block with a router and experts keep what it chooses, in a layer that is recomputed."""
-    forward = block.forward
-
-    @functools.wraps(forward)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        with _choosing[-1] if _choosing else contextlib.nullcontext():
-            return forward(*args, **kwargs)
-
-    block.forward = kept
-
-
-def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | None) -> Callable[..., Any]:
-    """Return the forward of a layer, which is recomputed from its first argument; `keep`: without its attention."""
+def _sent(forward: Callable[..., Any], start: Callable[[], Kept]) -> Callable[..., Any]:
+    """Return the forward of a layer, which is recomputed from its first argument; that waits in host memory."""
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -147,81 +86,89 @@ def _sent_or_kept(forward: Callable[..., Any], keep: bool, offload: Offload | No
             return forward(*args, **kwargs)
         if not args:
             raise RecipeError(
-                "fsdp.activation_checkpointing: offload and keep_attention need layers that take their input as the "
-                "first argument, and this architecture names it: use full"
+                "fsdp.activation_checkpointing: offload needs layers that take their input as the first argument, and "
+                "this architecture names it: use full"
             )
-        kept, (x, *rest), nothing = Kept(offload, keep), args, contextlib.nullcontext
+        kept, (x, *rest) = start(), args
         del args  # so that the function below has no reference to the input
-        with torch.autograd.graph.saved_tensors_hooks(kept.send, kept.fetch_input) if offload else nothing():
-            return checkpoint(
-                lambda x: forward(x, *rest, **kwargs), x, use_reentrant=False,
-                context_fn=kept.contexts if keep else lambda: (nothing(), nothing()),
-            )  # fmt: skip
+        with torch.autograd.graph.saved_tensors_hooks(kept.send, kept.fetch_input):
+            return checkpoint(lambda x: forward(x, *rest, **kwargs), x, use_reentrant=False, context_fn=kept.contexts)
 
     return recomputed
 
 
 class Kept(TorchDispatchMode):
-    """What one forward of a layer keeps: its input, and the results of attention operators in their order.
+    """What one forward of a layer keeps: its input, and the results of some operators in their order.
 
-    Calls of attention enter it: in all other operators it would take time. The layer before is fetched early, but not
-    before the memory of this layer's feed-forward part is free again, if that is known: then its attention is next in
-    backward.
+    Calls of attention and blocks with experts enter it: in all other operators it would take time. With `offload` the
+    layer before is fetched early, but not before the memory of this layer's feed-forward part is free again, if that is
+    known: then its attention is next in backward. `others` makes contexts in addition.
     """
 
-    def __init__(self, offload: Offload | None, attention: bool) -> None:
+    def __init__(self, operators: Sequence[Any], offload: Offload | None = None, others: Any = None) -> None:
         super().__init__()
-        self._offload, self._layer = offload, offload.next_layer() if offload else None
-        self._attention = attention
-        self._results: list[Any] = []
+        self.operators, self.offload, self._others = operators, offload, others
+        self._results: list[tuple[bool, list[Any]]] = []
         self.recomputing = False
+        self.sent: list[weakref.ref[_Offloaded]] = []  # autograd alone keeps them alive, and this as well
+        self.before = offload.follow(self) if offload else None
 
     def contexts(self) -> tuple[Any, Any]:
         """Return a context for the forward of the layer, and one for its recomputation."""
-        return self._entered_by_attention(recomputing=False), self._entered_by_attention(recomputing=True)
+        first, again = self._others() if self._others else (contextlib.nullcontext(), contextlib.nullcontext())
+        return self._computing(first, recomputing=False), self._computing(again, recomputing=True)
 
     @contextlib.contextmanager
-    def _entered_by_attention(self, recomputing: bool) -> Iterator[None]:
+    def _computing(self, other: Any, recomputing: bool) -> Iterator[None]:
         self.recomputing = recomputing
         _computing.append(self)
         try:
-            yield
+            with other:
+                yield
         finally:
             _computing.remove(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep the result of an attention operator, or return the one that was kept instead of running it."""
-        if func not in ATTENTION:
+        """Keep the result of an operator, or return the one that was kept instead of running it."""
+        if func not in self.operators:
             return func(*args, **(kwargs or {}))
         if self.recomputing:
             return self.take()
         result = func(*args, **(kwargs or {}))
         self.keep(result)
-        return result
+        return tuple(map(torch.clone, result)) if func is CHOICE else result  # some routers change it in place
 
     def send(self, kept: Any) -> Any:
         """Return what is kept instead: a tensor that waits in host memory, or the thing itself."""
         if not isinstance(kept, torch.Tensor):
             return kept
-        if self._offload is None or self._layer is None or kept.nbytes <= SMALL:
+        if self.offload is None or kept.nbytes <= SMALL:
             return kept.detach()
-        return self._offload.send(kept.detach(), self._layer)
+        waiting = self.offload.send(kept.detach())
+        self.sent.append(weakref.ref(waiting))
+        return waiting
 
     def fetch(self, kept: Any) -> Any:
         """Return what `send` was given."""
-        return self._offload.fetch(kept) if self._offload and isinstance(kept, _Offloaded) else kept
+        return self.offload.fetch(kept, self.sent) if self.offload and isinstance(kept, _Offloaded) else kept
 
     def fetch_input(self, kept: Any) -> Any:
         """Return the input of the layer, which is about to be recomputed."""
         fetched = self.fetch(kept)
-        if isinstance(kept, _Offloaded) and not self._attention:
+        if isinstance(kept, _Offloaded) and not self.keeps_attention:
             self.fetch_before()
         return fetched
 
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether the results of attention are kept."""
+        return ATTENTION[0] in self.operators
+
     def fetch_before(self, *_: Any) -> None:
         """Start to fetch what the layer before has kept."""
-        if self._offload and self._layer:
-            self._offload.fetch_before(self._layer)
+        before = self.before() if self.before else None
+        if self.offload and before:
+            self.offload.start_fetching(before.sent)
 
     def keep(self, result: Any) -> None:
         """Keep the result of an operator, its largest part last: the next one waits until it is sent."""
@@ -241,6 +188,18 @@ _computing: list[Kept] = []  # of the layer that computes now
 _keeping: list[Callable[..., Any]] = []  # attention functions that enter it
 
 
+def keep_choices(block: Any) -> None:
+    """Let a block with a router and experts keep what it chooses, in a layer that is recomputed."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with _computing[-1] if _computing else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    block.forward = kept
+
+
 def keep_attention() -> None:
     """Let layers keep the results of attention from now on, in this process, inside `Kept.contexts`."""
     registered: Any = AttentionInterface()
@@ -255,7 +214,7 @@ def _entering_kept(attention: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(attention)
     def entering_kept(*args: Any, **kwargs: Any) -> Any:
-        if not _computing:
+        if not (_computing and _computing[-1].keeps_attention):
             return attention(*args, **kwargs)
         if kwargs.get("dropout"):
             raise RecipeError(
@@ -284,8 +243,8 @@ class _Offloaded:
     after its newest copy.
     """
 
-    def __init__(self, tensor: torch.Tensor, layer: _Layer, memory: torch.Tensor) -> None:
-        self.layer, self.event, self.used = layer, None, False
+    def __init__(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        self.event, self.used = None, False
         # With the strides of the tensor, which has no gaps, a copy is one piece, and layers get the layout they made.
         self.in_host = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         self.hold(tensor)
@@ -303,20 +262,12 @@ class _Offloaded:
         return tensor
 
 
-class _Layer:
-    """What one forward of a layer has sent to host memory, and the layer before it; autograd alone keeps both alive."""
-
-    def __init__(self, before: weakref.ref[_Layer] | None) -> None:
-        self.before = before
-        self.tensors: list[weakref.ref[_Offloaded]] = []
-
-
 class Offload:
     """Sends tensors of layers to host memory in forward, and fetches them in backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
-        self._newest: weakref.ref[_Layer] | None = None
+        self._newest: weakref.ref[Kept] | None = None
         self._sending: weakref.ref[_Offloaded] | None = None
         self._free: dict[int, list[torch.Tensor]] = {}  # bytes → pieces of host memory, which are never given back
 
@@ -324,13 +275,12 @@ class Offload:
     def _stream(self) -> Any:
         return self._module.Stream()
 
-    def next_layer(self) -> _Layer:
-        """Return a place for what the layer that computes now sends."""
-        layer = _Layer(self._newest)
-        self._newest = weakref.ref(layer)
-        return layer
+    def follow(self, kept: Kept) -> weakref.ref[Kept] | None:
+        """Return the forward of a layer before this one, which is the newest now."""
+        before, self._newest = self._newest, weakref.ref(kept)
+        return before
 
-    def send(self, tensor: torch.Tensor, layer: _Layer) -> _Offloaded:
+    def send(self, tensor: torch.Tensor) -> _Offloaded:
         """Start to copy a tensor to host memory, where it waits until it is fetched.
 
         One copy at a time is under way: the computation first waits for the one before, and frees what that has copied.
@@ -338,33 +288,30 @@ class Offload:
         self._free_sent()
         pieces = self._free.setdefault(tensor.nbytes, [])
         memory = pieces.pop() if pieces else _host_memory(tensor.nbytes, self._device)
-        waiting = _Offloaded(tensor, layer, memory)
+        waiting = _Offloaded(tensor, memory)
         # Later copies are on the same stream, so that another tensor may take the memory while the last one is running.
         weakref.finalize(waiting, pieces.append, memory).atexit = False
         self._copy(waiting.in_host, tensor, waiting)
-        layer.tensors.append(weakref.ref(waiting))
         self._sending = weakref.ref(waiting)
         if self._device.type == "cpu":
             self._free_sent()
         return waiting
 
-    def fetch(self, waiting: _Offloaded) -> torch.Tensor:
-        """Return a tensor on the device again; the computation waits for it, unless it was fetched before."""
-        self._start_fetching(waiting.layer)
+    def fetch(self, waiting: _Offloaded, others: list[weakref.ref[_Offloaded]]) -> torch.Tensor:
+        """Return a tensor on the device again; the computation waits for it, unless it was fetched before.
+
+        All `others` of its layer are fetched with it.
+        """
+        self.start_fetching(others)
         if waiting.on_device is None:  # it is needed a second time
             self._start(waiting)
         self._module.current_stream().wait_event(waiting.event)
         waiting.used = True
         return waiting.free()
 
-    def fetch_before(self, layer: _Layer) -> None:
-        """Start to copy what the layer before has sent to the device."""
-        before = layer.before() if layer.before else None
-        if before is not None:
-            self._start_fetching(before)
-
-    def _start_fetching(self, layer: _Layer) -> None:
-        for each in [tensor() for tensor in layer.tensors]:
+    def start_fetching(self, tensors: list[weakref.ref[_Offloaded]]) -> None:
+        """Start to copy to the device what is not there and not used."""
+        for each in [tensor() for tensor in tensors]:
             if each is not None and each.on_device is None and not each.used:
                 self._start(each)
 

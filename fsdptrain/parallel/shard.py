@@ -34,11 +34,11 @@ from fsdptrain.model.patches import find_documents_without_waiting, torch_operat
 from fsdptrain.model.pipeline import compute_stages, cut, layers_of_stages
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.tensor_parallel import connect_blocks, divide_layers, note_whole_weights
-from fsdptrain.model.units import Unit, decoder_layers, in_buckets, units_of
+from fsdptrain.model.units import Unit, decoder_layers, in_buckets, part_of, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import gather_itself, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.recompute import KERNELS, keep_choices, recompute
-from fsdptrain.parallel.world import World, first_row, send
+from fsdptrain.parallel.world import World, send
 from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -193,13 +193,6 @@ class _GlooReduceScatter:
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
-def copy_own_rows(model: Any, name: str, whole: torch.Tensor) -> None:
-    """Set this rank's numbers of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
-    target, part = model.get_parameter(name).detach(), model.parts.get(name)
-    local, first = target.to_local(), first_row(target)
-    local.copy_((part.take(whole) if part else whole)[first : first + len(local)])
-
-
 def whole_tensor(tensor: torch.Tensor, part: Part | None, world: World) -> torch.Tensor:
     """Return the whole of a tensor that is sharded over ranks, like the parameter that is `part` of one; collective."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -325,16 +318,12 @@ def check_replicas(model: Any, world: World, steps_made: int | None = None) -> N
     if steps_made is None:
         state |= dict(model.named_buffers())
     sums = torch.stack([_bit_sum(tensor).to(world.device) for tensor in state.values()])
-    if world.messages:  # stages have other numbers of tensors
-        sums = pad(sums, (0, max(world.gather_objects(len(sums))) - len(sums)))
-    halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])  # float64, in which they are gathered, has 53 bits
-    ranks = torch.from_numpy(world.gather(halves.flatten())).unflatten(1, (2, -1))
+    ranks = world.gather_objects(sums.tolist())
     for number, (name, tensor) in enumerate(state.items()):
-        copies = world.holders(tensor, model.parts.get(name))
-        found = ranks[:, :, number][copies]
-        if (found != found[0]).any():
-            number_of_copy, shard, _ = map(int, (found != found[0]).nonzero()[0])
-            first, other = int(copies[0, shard]), int(copies[number_of_copy, shard])
+        for first, *others in world.holders(tensor, model.parts.get(name)).T.tolist():
+            other = next((rank for rank in others if ranks[rank][number] != ranks[first][number]), None)
+            if other is None:
+                continue
             places = f"ranks {first} ({world.hosts[first]}) and {other} ({world.hosts[other]}), which hold copies of it"
             if steps_made is None:
                 raise FsdptrainError(
@@ -348,8 +337,7 @@ def check_replicas(model: Any, world: World, steps_made: int | None = None) -> N
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a local tensor's 64-bit words modulo 2⁶⁴, int64 on its device; a flipped bit changes it."""
-    local = tensor.detach()
-    data = (local.to_local() if isinstance(local, DTensor) else local).flatten().view(torch.uint8)
+    data = part_of(tensor.detach()).flatten().view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         data = pad(data, (0, -len(data) % 8))  # a copy, which begins at a whole word
     return data.view(torch.int64).sum()

@@ -308,15 +308,6 @@ def make_groups(plan: Plan, timeout: timedelta | None = None) -> dict[str, Any]:
     }
 
 
-def first_row(tensor: DTensor) -> int:
-    """Return the number of the first row of this rank's shard, ⌈rows / ranks⌉ of them, in the whole tensor; else 0."""
-    for dim, placement in enumerate(tensor.placements):
-        if tensor.ndim and placement.is_shard(0):
-            chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
-            return min(len(tensor), chunk * tensor.device_mesh.get_local_rank(dim))
-    return 0
-
-
 def check_hosts_of_copies(plan: Plan, world: World) -> None:
     """Raise RecipeError if ranks of several hosts divide layers, or share a copy that HYBRID_* keeps on one."""
     node_by_node = "let the launcher number the ranks node by node (srun --distribution=block, mpirun --map-by slot)"

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Optim, Recipe, Schedule
-from fsdptrain.model.units import weights_of
+from fsdptrain.model.units import part_of, weights_of
 
 # Of the loss scale, as in torch.amp.GradScaler. All are powers of two, so that scaling rounds nothing.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -87,12 +87,6 @@ class AdamWBfloat16(torch.optim.AdamW):
                 )  # fmt: skip
                 kept[0].copy_(first)
                 kept[1].copy_(second)
-
-
-@torch.no_grad()
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def start_state(optimizer: torch.optim.Optimizer) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
-from torch import nn
 
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import hub_errors, recipe_errors, safetensors_files
@@ -31,7 +29,7 @@ from fsdptrain.model.config import check_base_config, check_special_tokens, load
 from fsdptrain.model.expert_parallel import check_biases, check_experts
 from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.loss import after_head
-from fsdptrain.model.patches import UNBOUNDED, accept_documents
+from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.pipeline import check_stages
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.router_loss import check_router_loss, is_wanted
@@ -44,13 +42,12 @@ from fsdptrain.model.units import (
     expert_count,
     in_buckets,
     model_flops,
-    saved_state,
     tied,
     token_parameters,
     units_of,
     weights_of,
 )
-from fsdptrain.model.weights import check_weights, fit_config, place_buffers
+from fsdptrain.model.weights import check_weights, fit_config
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Plan, teacher_plan
 from fsdptrain.run_folder.events import Progress
@@ -183,7 +180,6 @@ def prepare_model(
         lambda: plan.recipe.train.loss == "chunked" and after_head(bare),
         lambda: model_flops(bare, 1, plan.recipe.data.seq_len),
         lambda: check_documents(plan, config, bare),
-        lambda: check_buffers(plan, config, bare),
     )
     for check in checks:
         with _collected(problems):
@@ -309,8 +305,8 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     if not apart:
         way_out = "use another model, or learn the chosen answers alone, with train.objective=next_token"
         raise RecipeError(
-            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because "
-            f"{why_together(name, probe)}: {way_out if pairs else 'use data.packing=none'}"
+            f"{why_shared(plan)} would let the documents of a sequence attend to one another, because {name} does not "
+            f"tell documents apart by their position ids: {way_out if pairs else 'use data.packing=none'}"
         )
     if missing := missing_kernels(plan, bare) if torch.cuda.is_available() else None:
         raise RecipeError(f"{missing}: install them{'' if pairs else ', or use data.packing=none'}")
@@ -333,17 +329,6 @@ def why_shared(plan: Plan) -> str:
     )
 
 
-def why_together(name: str, probe: Probe) -> str:
-    """Return why a model lets the documents of a sequence see one another."""
-    kernels = probe.recurrences
-    if unbounded := {kernel.name: kernel.distribution for kernel in kernels if kernel.name in UNBOUNDED}:
-        return f"{name} calls {listed(unbounded)} of {listed({*unbounded.values()})}, which take no bounds of documents"
-    if kernels and not probe.bounds_reach_recurrences():
-        names = sorted({kernel.name for kernel in kernels})
-        return f"{name} in transformers {transformers.__version__} passes no bounds of documents on to {listed(names)}"
-    return f"{name} does not tell documents apart by their position ids"
-
-
 def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
     """Return which kernels documents of one sequence need on a GPU that are not here, None if there are none.
 
@@ -355,24 +340,3 @@ def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
     if not needed:
         return None
     return f"{why_shared(plan)} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
-
-
-def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
-    """Raise RecipeError if the architecture cannot compute with buffers in another dtype than its weights.
-
-    Saved buffers have the master dtype (minimax's decay tables), unless `buffer_dtype` casts them.
-    """
-    dtypes, model = plan.recipe.fsdp.mixed_precision, plan.recipe.model
-    saved = [tensor for tensor in saved_state(bare).values() if not isinstance(tensor, nn.Parameter)]
-    if dtypes.param_dtype == model.dtype or not any(tensor.is_floating_point() for tensor in saved):
-        return
-    mixed = skeleton(config, dataclasses.replace(model, attn_implementation="auto"), dtypes.param_dtype)
-    place_buffers(mixed, torch.device("cpu"), dtypes.buffer_dtype)
-    try:
-        Probe(mixed, getattr(torch, dtypes.param_dtype)).logits([[0, 1, 2]])
-    except Exception as error:
-        raise RecipeError(
-            f"fsdp.mixed_precision.buffer_dtype: {dtypes.buffer_dtype or model.dtype} buffers of {type(bare).__name__} "
-            f"cannot be used with {dtypes.param_dtype} weights ({error_summary(error)}): set buffer_dtype to "
-            f"{dtypes.param_dtype}, or param_dtype to {model.dtype}"
-        ) from None

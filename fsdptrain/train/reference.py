@@ -55,16 +55,14 @@ def with_reference(session: Session, inputs: Inputs, engine: Engine, checkpointe
 
 def _compute(session: Session, engine: Engine, corpus: Corpus, sums: np.ndarray[Any, Any]) -> None:
     """Write into `sums` those of this rank's share of a corpus; of ranks that share rows, the first does."""
-    stops = StopPoll(engine.world, session.stop)
-
-    def on_batch(done: int, total: int) -> None:
+    stops, done = StopPoll(engine.world, session.stop), 0
+    for rows, found in engine.answer_log_probs(corpus, range(len(corpus))):
         if stops():
             raise Stopped("stopped while computing the reference; nothing was lost")
-        session.reporter.progress("computing the reference", done, total)
-
-    rows, found = engine.answer_log_probs(corpus, range(len(corpus)), on_batch)
-    if engine.plan.part_of_row(engine.world.rank) == 0:
-        sums[:, rows] = found
+        if engine.plan.part_of_row(engine.world.rank) == 0:
+            sums[:, rows] = found
+        done += engine.plan.recipe.train.micro_batch_size * engine.plan.groups_of_rows
+        session.reporter.progress("computing the reference", min(done, len(corpus)), len(corpus))
 
 
 def _read(folder: Path, digests: list[str]) -> Sums:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -63,7 +61,6 @@ from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.skeleton import draw_weights
 from fsdptrain.model.units import bytes_in_host, model_flops
 from fsdptrain.model.weights import allocate, read_weights
-from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.plan.gpus import why_unseen
 from fsdptrain.plan.hardware import BF16_CAPABILITY, FLOAT8_CAPABILITY, dtype_fault
@@ -324,12 +321,10 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     They would train on without an error: hosts may have files of their own under the same names.
     """
     found = inputs.content | ({"data.eval": inputs.eval_corpus.digest} if inputs.plan.eval_path else {})
-    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    plans, contents = zip(*world.gather_objects((inputs.plan.digest(), digest)), strict=True)
+    plans, every = zip(*world.gather_objects((inputs.plan.digest(), found)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
         raise PLAN.error(f"{ranks_text(others, world.hosts)} made another plan than rank 0: {PLAN.way_out}")
-    if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
-        every = world.gather_objects(found)
+    if others := [rank for rank in range(world.size) if every[rank] != every[0]]:
         keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
         if isinstance(inputs.plan.recipe.model.tokenizer, dict) and DATA_KEY in keys:
             keys.discard(TOKENIZER_KEY)  # it is trained on the data
@@ -438,7 +433,7 @@ def load_state(
             read_weights(model, bare, plan, device, session.progress, quantizer, added)
         allocate(model, device)  # what was not read
         if not resuming and not plan.pretrained:
-            draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
+            draw_weights(model, bare, plan.recipe, session.progress)
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
@@ -447,7 +442,7 @@ def load_state(
     if quantizer:
         quantizer.finish()
     if not resuming and plan.recipe.adapter.kind:
-        start_adapters(model, plan, copy_own_rows)
+        start_adapters(model, plan)
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = 0

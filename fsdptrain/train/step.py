@@ -36,11 +36,12 @@ from fsdptrain.model.patches import accept_documents
 from fsdptrain.model.router_loss import RouterLoss
 from fsdptrain.model.skeleton import seed_of
 from fsdptrain.model.tensor_parallel import divides_attention
+from fsdptrain.model.units import part_of
 from fsdptrain.parallel.shard import begin_backward, sum_parts, sum_tied_ends, use_whole_shards
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.pipeline import Pass
 from fsdptrain.plan.plan import Plan
-from fsdptrain.train.optim import LossScale, assert_dtypes, part_of
+from fsdptrain.train.optim import LossScale, assert_dtypes
 from fsdptrain.train.pace import LayerClock
 from fsdptrain.train.pipeline import Stages
 
@@ -298,7 +299,7 @@ class Engine:
             if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
                 raise RecipeError(
                     f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
-                    "use float32"
+                    f"use float32, or set buffer_dtype to {dtype} if the model has tables in another dtype"
                 ) from None
             raise
 
@@ -428,59 +429,57 @@ class Engine:
             return loss
 
         shares, at_once = [*self._shares(numbers)], self.stages.at_once
-        parts = (self._own_part(corpus.batch(rows)) for rows in shares)
-        self.estimate_kl(itertools.takewhile(lambda _: not stops(), parts), corpus.divisor(numbers))
+        every = (self._batch(corpus, rows) for rows in shares)
+        self.estimate_kl(itertools.takewhile(lambda _: not stops(), every), corpus.divisor(numbers))
         with self.forward_only():
             for first in range(0, len(shares), at_once):
                 if stops():
                     return None
                 mine = shares[first : first + at_once]
-                batches = [self._own_part(corpus.batch(rows)) for rows in mine]
+                batches = [self._batch(corpus, rows) for rows in mine]
                 self.stages.evaluate(len(mine), batches[0]["input_ids"].shape, functools.partial(forward, batches))
         tokens, divisor = int(corpus.labels[list(numbers)].sum()), corpus.divisor(numbers)
         loss_sum, *sums = self.world.gather(torch.cat([total[None], self._measures.flatten()])).sum(axis=0).tolist()
         return loss_sum / divisor, tokens, np.reshape(sums, self._measures.shape)
 
     def _shares(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, the last padded with -1."""
+        """Yield this rank's micro-batches of the sequences `numbers`: as many on each rank, of which some are empty."""
         size, groups = self.plan.recipe.train.micro_batch_size, self.plan.groups_of_rows
-        rounds = -(-len(numbers) // (groups * size))
         mine = [*numbers[self.plan.group_of_rows(self.world.rank) :: groups]]
-        mine += [-1] * (rounds * size - len(mine))
-        yield from (mine[i : i + size] for i in range(0, len(mine), size))
+        for first in range(0, -(-len(numbers) // groups), size):
+            yield mine[first : first + size]
 
-    def answer_log_probs(
-        self, corpus: Corpus, numbers: Sequence[int], on_batch: Callable[[int, int], None]
-    ) -> tuple[Any, Any]:
-        """Return the rows of the answers in sequences `numbers`, and the log-probability of each; collective.
+    def _batch(self, corpus: Corpus, numbers: list[int]) -> Batch:
+        """Return this rank's part of sequences, on its device, as a micro-batch that is filled up with padding."""
+        missing = self.plan.recipe.train.micro_batch_size - len(numbers)
+        whole = corpus.batch([*numbers, *([-1] * missing)])
+        part = part_of_rows(whole, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
+        return to_device(part, self.world.device)
 
-        Float64 [1, answers], or [2, answers] with those of mismatched rows.
-        Nothing is trained; `on_batch` is called before each micro-batch, with its number and their count.
+    def answer_log_probs(self, corpus: Corpus, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Yield, of each micro-batch, the rows of the answers in it and the log-probability of each; collective.
+
+        Float64 [1, answers], or [2, answers] with those of mismatched rows. Every rank yields as often.
         """
-        rows, found = [np.zeros(0, np.int64)], list[torch.Tensor]()
-        shares = [*self._shares(numbers)]
         with self.forward_only():
-            for i, mine in enumerate(shares):
-                on_batch(i, len(shares))
-                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+            for mine in self._shares(numbers):
+                batch = self._batch(corpus, mine)
                 passes = [batch, batch["mismatched"]] if self._objective.estimates_kl else [batch]
                 sums = [sum_answers(self._log_probs(each), each, self.world.sharers).sums for each in passes]
-                rows.append(corpus.rows_of(mine))
-                found.append(torch.stack(sums).cpu())
                 self.on_progress()
-        return np.concatenate(rows), torch.cat(found, dim=1).numpy()
+                yield corpus.rows_of(mine), torch.stack(sums).cpu().numpy()
 
     def read_labels(
         self, corpus: Corpus, numbers: Sequence[int], read: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     ) -> Iterator[tuple[list[int], list[int], tuple[torch.Tensor, ...]]]:
         """Yield what `read` returns for the logits [L, V] at the label tokens of this rank's share of sequences.
 
-        Of each micro-batch: the numbers of its sequences, how many label tokens each has in this rank's part, and the
-        tensors [L, …] of all of them. Every rank yields as often; collective.
+        Of each micro-batch: the numbers of its sequences, how many label tokens each has in this rank's part (0 for
+        padding behind them), and the tensors [L, …] of all. Every rank yields as often; collective.
         """
         with self.forward_only():
             for mine in self._shares(numbers):
-                batch = to_device(self._own_part(corpus.batch(mine)), self.world.device)
+                batch = self._batch(corpus, mine)
                 inputs, labels = self._inputs(batch), batch["labels"]
                 if self.plan.recipe.train.loss == "chunked":
                     found = self.model(**inputs, labels=labels, read=read)
@@ -488,10 +487,6 @@ class Engine:
                     found = read(self.model(**inputs).logits[labels != IGNORED])
                 self.on_progress()
                 yield mine, (labels != IGNORED).sum(1).tolist(), found
-
-    def _own_part(self, batch: Batch) -> Batch:
-        """Return this rank's part of each row."""
-        return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.ranks_of_row)
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
         """Return the logits of `Corpus.with_rows`, for each sequence float32 [tokens, vocabulary] on the CPU.
@@ -506,7 +501,7 @@ class Engine:
             for numbers in self._micro_batches(beginnings):
                 logits = self._logits(beginnings, numbers, lambda hidden: hidden[:, :longest])
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-        return self.world.list_on_rank_zero(found, self._with_head)
+        return self.world.list_on_rank_zero(found, self.world.size - self.plan.stage_ranks)
 
     def next_tokens(self, rows: Corpus) -> list[int]:
         """Return the most likely token behind the only piece of each sequence, -1 if a logit there is not a number.
@@ -527,13 +522,8 @@ class Engine:
                 best = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).tolist()
                 found += [token if 0 <= lasts[n] < part else -1 for n, token in zip(numbers, best, strict=False)]
         found += [-1] * (len(rows) - len(found))  # without the head, of a pipeline
-        ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))
-        return [int(token) for token in ranks[self._with_head :][: self.plan.ranks_of_row].max(axis=0)]
-
-    @property
-    def _with_head(self) -> int:
-        """The first rank that has the head."""
-        return self.world.size - self.plan.stage_ranks
+        ranks = self.world.gather(torch.tensor(found, dtype=torch.float64))[-self.plan.stage_ranks :]  # with the head
+        return [int(token) for token in ranks[: self.plan.ranks_of_row].max(axis=0)]
 
     def _micro_batches(self, rows: Corpus) -> Iterator[list[int]]:
         """Yield the numbers of all sequences, as many at a time as a micro-batch has; report progress after each."""
@@ -547,9 +537,7 @@ class Engine:
 
         The head computes no others. Ranks of a pipeline that do not have it return those of no sequence.
         """
-        head, found = self.model.get_output_embeddings(), []
-        missing = self.plan.recipe.train.micro_batch_size - len(numbers)
-        batch = to_device(self._own_part(rows.batch([*numbers, *([-1] * missing)])), self.world.device)
+        head, batch, found = self.model.get_output_embeddings(), self._batch(rows, numbers), []
 
         def forward(chunk: int, _: int, hidden: torch.Tensor | None) -> torch.Tensor:
             result = self.model(**self._inputs(batch, chunk, hidden))

@@ -174,7 +174,7 @@ def _outputs(engine: Engine, corpus: Corpus, numbers: range, top_k: int, vocab: 
 
     for mine, counts, found in engine.read_labels(corpus, numbers, read):
         ids, log_probs = (tensor.cpu().split(counts) for tensor in found)
-        yield [(n, of_row, i.clone(), p.clone()) for n, i, p in zip(mine, ids, log_probs, strict=True) if n >= 0]
+        yield [(n, of_row, i.clone(), p.clone()) for n, i, p in zip(mine, ids, log_probs, strict=False)]
 
 
 def _raise_on_every_rank(world: World, failure: FsdptrainError | None) -> None:

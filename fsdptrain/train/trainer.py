@@ -18,7 +18,7 @@ from fsdptrain.checkpoint.export_check import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.data.encode import end_tokens
 from fsdptrain.data.windows import WindowStream
-from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
+from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped
 from fsdptrain.parallel.shard import build, check_replicas
 from fsdptrain.parallel.world import check_hosts_of_copies
 from fsdptrain.plan.plan import fastest_on_one_gpu
@@ -452,11 +452,8 @@ class Trainer:
         """Raise WorkerLost if the copies of the model differ after `done` steps, once earlier saves are complete."""
         if self.world.replicas == 1 and self.world.tensor is None:
             return
-        try:
-            check_replicas(self.engine.model, self.world, done)
-        except WorkerLost:
-            self.finish_save()
-            raise
+        self.finish_save()  # a save would wait for it anyway
+        check_replicas(self.engine.model, self.world, done)
 
     def save(self, done: int, wait: bool) -> bool:
         """Save a checkpoint. Return whether a stop came during it; always False without `wait`."""

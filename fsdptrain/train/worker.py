@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,17 +46,18 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         Watchdog(plan, rank) as watchdog,
         # Rank 0 writes the events, and may show them; the others write nothing.
         contextlib.closing(Reporter(None if rank else plan.rundir, *([screen.show] if screen else []))) as reporter,
-        group_left_at_end(watchdog),
     ):
         try:
             session = Session(plan, reporter, stop, watchdog, join)
             if ONLY_TEACHER in os.environ:
                 with_teacher(session, *join_ranks(session))
+                leave_group(watchdog)
                 return
             # plan → data → world → model → shard → resume → engine
             trainer = Trainer.set_up(session)
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
+            leave_group(watchdog)
             raise
         # while steps remain: evaluate? save? done? step → report
         stopped_at = trainer.train()
@@ -65,24 +65,16 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
             stopped_at = trainer.export()
         if stopped_at is not None:
             reporter.event("stop", step=stopped_at, signal=stop.name or "another rank")
+        leave_group(watchdog)
+        if stopped_at is not None:
             raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped_at}, with a checkpoint")
 
 
-@contextlib.contextmanager
-def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
+def leave_group(watchdog: Watchdog) -> None:
     """Leave the process group after a run that is finished or stopped, watched: NCCL may wait for ever for a rank."""
-    stopped = None
-    try:
-        yield
-    except NodeWaits:  # the workers start again
-        raise
-    except Stopped as error:
-        stopped = error
     if dist.is_initialized():
         watchdog.reset()
         dist.destroy_process_group()
-    if stopped:
-        raise stopped
 
 
 def work(plan: Plan) -> NoReturn:

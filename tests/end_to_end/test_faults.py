@@ -133,7 +133,7 @@ CASES = {
     "never_leaves_the_process_group": Case(
         5,
         [sleep("torch.distributed:destroy_process_group")],
-        ["the run hung after step 12: .*rank 1 is in worker.group_left_at_end"],
+        ["the run hung after step 12: .*rank 1 is in worker.leave_group"],
         changes={"launch__timeout_s": 4},
     ),
     "hangs_in_the_data": hang(

@@ -36,7 +36,7 @@ from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, 
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.model.adapters import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import is_adapter, model_flops, weights_of
+from fsdptrain.model.units import decoder_layers, is_adapter, model_flops, weights_of
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.report.run_banner import heading
@@ -354,7 +354,7 @@ def test_adapters_of_peft_are_continued_however_their_layers_were_chosen(how: st
     found = ready.trained
     read_weights(found, ready.bare, plan, torch.device("cpu"), lambda *_: None)
     allocate(found, torch.device("cpu"))
-    start_adapters(found, plan, lambda model, name, whole: model.get_parameter(name).detach().copy_(whole))
+    start_adapters(found, plan)
     with torch.no_grad():
         assert torch.allclose(found.eval()(ids).logits, expected.eval()(ids).logits, atol=1e-5)
     expected.save_pretrained(folder, save_embedding_layers=True)
@@ -438,7 +438,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     save_file(tensors, weights)
     not_finite = r"adapter.from: .*lora_B.weight in .* has values that are not finite"
     with pytest.raises(RecipeError, match=not_finite):
-        start_adapters(prepare_model(plan, 512).trained, plan, lambda *_: None)
+        start_adapters(prepare_model(plan, 512).trained, plan)
     check_model(plan, 512, 1, findings := Findings())
     assert re.match(not_finite, findings.problems[0]) and len(findings.problems) == 1, findings.problems
 
@@ -599,15 +599,18 @@ TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_flops_are_those_that_torch_counts(name: str) -> None:
+def test_flops_are_those_that_torch_counts_and_at_most_a_layer_of_gradients_more(name: str) -> None:
     config, trained = TRAINED[name]
     model = Model(id="base", attn_implementation="eager", trainable=trained.get("trainable", []))
     recipe = Recipe(model=model, adapter=trained.get("adapter", Adapter()))
     bare = freeze(skeleton(config, model), recipe)
     rows, length = 2, 96
     counted = model_flops(bare, rows * length, length)
+    matrices = sum(param.numel() for _, layer in decoder_layers(bare)[:1] for param in layer.parameters())
+    of_a_layer = (2 * matrices + 8 * config.hidden_size * length) * rows * length
     real = bare.to_empty(device="cpu").float().train()
     ids = torch.zeros(rows, length, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         real(input_ids=ids, labels=ids).loss.backward()
-    assert counted == counter.get_total_flops()
+    more = counted - counter.get_total_flops()
+    assert 0 <= more <= (0 if name == "all" else of_a_layer)

@@ -105,8 +105,8 @@ REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM does not tell documents apart by their position ids: use data.packing=none",
     ("bloom", "none"): None,
     ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
-    ("mamba", "bfd"): "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
-    ("mamba2", "bfd"): "passes no bounds of documents on to causal_conv1d_fn, mamba_chunk_scan_combined",
+    ("mamba", "bfd"): "MambaForCausalLM does not tell documents apart by their position ids: use data.packing=none",
+    ("mamba2", "bfd"): "Mamba2ForCausalLM does not tell documents apart by their position ids: use data.packing=none",
     ("granitemoehybrid", "bfd"): "GraniteMoeHybridForCausalLM does not tell documents apart by their position ids",
     ("kimi_linear", "bfd"): None,
     ("bert", "none"): "BertLMHeadModel is not causal",
@@ -133,7 +133,7 @@ PAIRS = ["data.format=preference", "train.objective=dpo", "data.packing=none"]
 WITHOUT_PAIRS = {  # a model whose answers of a pair would see one another → part of the message
     "bloom": "BloomForCausalLM does not tell documents apart by their position ids: use another model, or learn the "
     "chosen answers alone",
-    "mamba": "MambaForCausalLM calls mamba_inner_fn, selective_scan_fn of mamba-ssm, which take no bounds",
+    "mamba": "MambaForCausalLM does not tell documents apart by their position ids",
     "deepseek_v4": "DeepseekV4ForCausalLM does not tell documents apart",
     "phi3": "data.seq_len: above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
 }
