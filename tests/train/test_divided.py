@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from support import TINY, on_ranks, planned, write_recipe
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from fsdptrain.model.exchange import exchanged
+from fsdptrain.model import exchange
 from fsdptrain.model.expert_parallel import connect_experts, divide_experts
 from fsdptrain.model.parts import Part
 from fsdptrain.model.varlen import all_to_all
@@ -117,8 +118,8 @@ def test_biases_of_routers_are_moved_towards_balance_in_every_layout(tmp_path: P
 def test_a_report_on_a_hang_names_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[str | None]()
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: found.append(collective_of(sys._getframe(1))))
-    exchange = functools.partial(all_to_all, group=dist.GroupMember.NON_GROUP_MEMBER)
-    exchanged(torch.ones(2, 3, requires_grad=True), exchange, exchange).sum().backward()
+    send = functools.partial(all_to_all, group=dist.GroupMember.NON_GROUP_MEMBER)
+    exchange.exchanged(torch.ones(2, 3, requires_grad=True), send, send).sum().backward()
     assert found == ["all-to-all of parallel.context"] * 2
 
 
