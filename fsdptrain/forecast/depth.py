@@ -201,7 +201,7 @@ def written(trace: Trace) -> Written:
     exact, rows = [], []
     for event in events:
         words, own, others = list[Any]([type(event)]), list[int](), list[int]()
-        for name, value in event._asdict().items():
+        for name, value in zip(type(event).__annotations__, tuple[Any, ...](event), strict=True):
             if name in SIZES:
                 own.append(value)
             elif name in NUMBERED and value is not None:

@@ -43,7 +43,6 @@ from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import seconds
 
-MATTERS = 0.99  # of the time of a step: a kernel that saves less is not named
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
 
@@ -93,9 +92,8 @@ def estimate(plan: Plan, config: PreTrainedConfig, hardware: Hardware, drawing: 
     time = time_of(plan, traces, places, hardware, tokens, useful_flops, attention)
     if kernel == varlen.NAME and attention and (name := card.faster_flash):
         faster = time_of(plan, traces, places, card.with_attention(name), tokens, useful_flops)["step_s"]
-        if faster < MATTERS * time["step_s"]:
-            instead = f"{seconds(faster)} s a step instead of {seconds(time['step_s'])} s"
-            notes.append(f"{flash_recommendation(name)}; its forecast: {instead}")
+        if seconds(faster) != (now := seconds(time["step_s"])):
+            notes.append(f"{flash_recommendation(name)}; its forecast: {seconds(faster)} s a step instead of {now} s")
     # Stages are about equally large.
     host_bytes = (plan.host_state_bytes(weights) + bytes_in_host(plan, model)) // parallel.pipeline
     return Forecast(

@@ -30,7 +30,7 @@ from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe
 from fsdptrain.config.schema import Data, Model, Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import Problem, RecipeError, install_line
-from fsdptrain.forecast.search import micro_batches
+from fsdptrain.forecast.search import Choice, micro_batches
 from fsdptrain.plan.gpus import TESTED, untested_versions
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
@@ -564,7 +564,7 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
     assert "set train.micro_batch_size=1 or model" in problem.message, "data.packing=none would not be a way out"
     for packing, choices in {"bfd": [1], "none": [1, 2, 4, 8, 16, 32]}.items():
         plan = make_plan(read(tmp_path, BASE, FLASH, f"data.packing={packing}"), Topology("cuda", 1, 2))
-        assert micro_batches(plan) == choices
+        assert micro_batches(plan, Choice(plan.recipe.fsdp.strategy, 2, False)) == choices
 
 
 @pytest.mark.parametrize(("found", "says"), [(None, "and none is installed"), ("0.17.0", "0.18 or newer, and 0.17.0")])

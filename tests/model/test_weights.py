@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from architectures import small_config
 from broken_saves import when_synced
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from ranks import build, local
 from reference import assert_same_tensors
 from safetensors import safe_open
@@ -39,7 +40,6 @@ from fsdptrain.checkpoint.export_tensors import (
     tensors_in_files,
     write_folder,
 )
-from fsdptrain.checkpoint.manifest import INDEX
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import safetensors_files
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
@@ -177,7 +177,7 @@ def test_large_exports_are_split_with_an_index_and_have_the_permissions_that_the
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and all(f.stat().st_size < 210_000 for f in files)
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
-    index = json.loads((out / INDEX).read_text())
+    index = json.loads((out / SAFETENSORS_INDEX_FILE).read_text())
     assert set(index["weight_map"].values()) == {f.name for f in files}
     stored = load_file(tmp_path / "model" / "model.safetensors")
     after = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -409,7 +409,7 @@ def test_a_file_and_an_index_beside_it_must_name_the_same_weights(tmp_path: Path
     Path(shards[0]).unlink()
     with pytest.raises(RecipeError, match=refused):
         safetensors_files(plan)
-    (model / INDEX).unlink()
+    (model / SAFETENSORS_INDEX_FILE).unlink()
     config = json.loads((model / "config.json").read_text())
     Path(model / "model.safetensors").rename(model / "other.safetensors")
     for name in ("other.safetensors", "../model/other.safetensors"):
