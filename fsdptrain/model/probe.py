@@ -37,8 +37,8 @@ PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of it
 class Probe:
     """A causal LM reduced to what decides which tokens see one another."""
 
-    def __init__(self, model: Any) -> None:
-        """Reduce a skeleton, in place: it must not be used otherwise."""
+    def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
+        """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
         self.recurrences = patches.accept_documents(model)
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
@@ -47,7 +47,7 @@ class Probe:
             if isinstance(module, nn.ModuleList) and all(id(layer) in kinds for layer in module):
                 there = [kinds[id(layer)] for layer in module]
                 del module[max((there.index(kind) for kind in there), default=0) + 1 :]
-        _fill_cheaply(model)
+        _fill_cheaply(model, compute)
 
     def same(self, rows: list[list[int]], document: slice, packed: bool = False) -> bool:
         """Return whether a document in the first row gets the same logits as alone.
@@ -100,17 +100,22 @@ def _layer_kind(layer: nn.Module) -> str:
     ])  # fmt: skip
 
 
-def _fill_cheaply(model: Any) -> None:
-    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is entry i + j of a list."""
+def _fill_cheaply(model: Any, compute: torch.dtype) -> None:
+    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is entry i + j of a list.
+
+    Parameters get the dtype `compute`, except those that stay in float32.
+    """
+    wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
     random = torch.Generator().manual_seed(1)
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
+            dtype = torch.float32 if id(param) in wide else compute
             vector = torch.empty(sum(param.shape) or 1)
             if param.ndim > 1:
                 vector.normal_(std=1 / math.sqrt(param.shape[-1]), generator=random)
             else:
                 vector.uniform_(0.5, 1.5, generator=random)
-            cheap = vector.as_strided(param.shape, (1,) * param.ndim)
+            cheap = vector.to(dtype).as_strided(param.shape, (1,) * param.ndim)
             setattr(module, name, nn.Parameter(cheap, requires_grad=False))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import hub_errors, recipe_errors, safetensors_files
@@ -42,12 +43,13 @@ from fsdptrain.model.units import (
     expert_count,
     in_buckets,
     model_flops,
+    saved_state,
     tied,
     token_parameters,
     units_of,
     weights_of,
 )
-from fsdptrain.model.weights import check_weights, fit_config
+from fsdptrain.model.weights import check_weights, fit_config, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Plan, teacher_plan
 from fsdptrain.run_folder.events import Progress
@@ -180,6 +182,7 @@ def prepare_model(
         lambda: plan.recipe.train.loss == "chunked" and after_head(bare),
         lambda: model_flops(bare, 1, plan.recipe.data.seq_len),
         lambda: check_documents(plan, config, bare),
+        lambda: check_buffers(plan, config, bare),
     )
     for check in checks:
         with _collected(problems):
@@ -340,3 +343,24 @@ def missing_kernels(plan: Plan, bare: PreTrainedModel) -> str | None:
     if not needed:
         return None
     return f"{why_shared(plan)} with {type(bare).__name__} needs the kernels of {' and '.join(needed)} on a GPU"
+
+
+def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
+    """Raise RecipeError if the architecture cannot compute with buffers in another dtype than its weights.
+
+    Saved buffers have the master dtype (minimax's decay tables), unless `buffer_dtype` casts them.
+    """
+    dtypes, model = plan.recipe.fsdp.mixed_precision, plan.recipe.model
+    saved = [tensor for tensor in saved_state(bare).values() if not isinstance(tensor, nn.Parameter)]
+    if dtypes.param_dtype == model.dtype or not any(tensor.is_floating_point() for tensor in saved):
+        return
+    mixed = skeleton(config, dataclasses.replace(model, attn_implementation="auto"), dtypes.param_dtype)
+    place_buffers(mixed, torch.device("cpu"), dtypes.buffer_dtype)
+    try:
+        Probe(mixed, getattr(torch, dtypes.param_dtype)).logits([[0, 1, 2]])
+    except Exception as error:
+        raise RecipeError(
+            f"fsdp.mixed_precision.buffer_dtype: {dtypes.buffer_dtype or model.dtype} buffers of {type(bare).__name__} "
+            f"cannot be used with {dtypes.param_dtype} weights ({error_summary(error)}): set buffer_dtype to "
+            f"{dtypes.param_dtype}, or param_dtype to {model.dtype}"
+        ) from None

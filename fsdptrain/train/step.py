@@ -299,7 +299,7 @@ class Engine:
             if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
                 raise RecipeError(
                     f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
-                    f"use float32, or set buffer_dtype to {dtype} if the model has tables in another dtype"
+                    "use float32"
                 ) from None
             raise
 

@@ -110,7 +110,7 @@ def test_other_architectures_train_or_are_rejected_by_name(tmp_path: Path) -> No
     wide = set() if takes_two_dtypes() else {"zamba"}  # keeps some weights in float32
     assert refused.keys() == {"minimax", "mamba inner", "xlstm", "got_ocr2"} | wide, refused
     assert {error[0] for error in refused.values()} == {"RecipeError"}
-    assert "param_dtype: MiniMaxForCausalLM cannot be computed in bfloat16" in refused["minimax"][1]
+    assert "buffers of MiniMaxForCausalLM cannot be used with bfloat16 weights" in refused["minimax"][1]
     assert "set buffer_dtype to bfloat16" in refused["minimax"][1]
     assert "param_dtype: xLSTMForCausalLM cannot be computed in bfloat16" in refused["xlstm"][1]
     assert "MambaForCausalLM uses weights of a unit outside of that unit's forward" in refused["mamba inner"][1]
