@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -398,8 +397,9 @@ def validate(
 
 def _print_plan_for_gpus(written: LoadedRecipe) -> None:
     """Print the command that plans for the GPUs which the recipe names: it was most probably written for them."""
-    named = re.search(r"--hardware[ =](\S+)", written.text)
-    cards = named[1] if named else "8xh100-80gb"
+    from fsdptrain.plan.hardware import cards_named_in
+
+    cards = cards_named_in(f"{written.text}\n{written.recipe.name}")
     text = f"this machine has no GPU: to plan for GPUs,\n{_next_command(*sys.argv[1:], '--hardware', cards)}"
     print(wrapped_for(text, sys.stderr, extra_indent=2), file=sys.stderr)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
-from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable
+from fsdptrain.errors import CheckpointError, OtherVersion, StorageError, Unreadable, listed
 from fsdptrain.plan.plan import open_plan
 from fsdptrain.run_folder.events import read_losses
 from fsdptrain.run_folder.files import NOTHING_THERE, is_there, regular_file_status, system_errors
@@ -89,7 +89,7 @@ def read_manifest(folder: Location) -> Manifest:
     if type(version) is int and version not in READABLE:
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
-            f"reads {FORMAT_VERSION}): continue with that version, or choose another output_dir"
+            f"reads {listed(READABLE)}): continue with that version, or choose another output_dir"
         )
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

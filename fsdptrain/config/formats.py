@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fsdptrain.config.rows import Row
+from fsdptrain.config.enums import TableEnum
 
 LongRows = Literal["split", "cut", "drop"]
 UNITS = ("label token", "row", "pair")  # by `Format.answers`: over what a loss is a mean
@@ -24,7 +24,7 @@ SYSTEM: Names = ("system", "system_prompt", "system_message")
 NONE: dict[str, Names] = {}
 
 
-class Format(Row):
+class Format(TableEnum):
     """A data format; its value is the word in the recipe. The order is from the least to the most specific.
 
     `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;

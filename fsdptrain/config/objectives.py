@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdptrain.config.enums import TableEnum
 from fsdptrain.config.formats import Format
-from fsdptrain.config.rows import Row
 
 OF_PAIRS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
 OF_ROWS = ("rewards_desirable", "rewards_undesirable", "margin", "kl")
@@ -22,7 +22,7 @@ SHOWN = {  # measures in tables, in their order → title and form
 }  # fmt: skip
 
 
-class Objective(Row):
+class Objective(TableEnum):
     """An objective; its value is the word in the recipe, and the section of `train` with its keys.
 
     `says`: what it learns. `answers`: how many answers of a row it judges as wholes; 0: its loss is a sum over label

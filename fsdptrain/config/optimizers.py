@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdptrain.config.rows import Row
+from fsdptrain.config.enums import TableEnum
 
 # The dtypes that a recipe can name, and the bytes of one element.
 Dtype = Literal["float32", "bfloat16"]
@@ -151,7 +151,7 @@ class OptimizerTraits:
 ADAM_SETTINGS: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8}
 
 
-class OptimizerKind(Row):
+class OptimizerKind(TableEnum):
     """An optimizer; its name and value are the word in the recipe."""
 
     traits: OptimizerTraits

@@ -154,7 +154,7 @@ def with_chat_template(recipe: Recipe, folder: Path) -> tuple[Recipe, list[Probl
     if not name.strip():
         message = "is empty: give a file or the text of a template, or remove the key"
         return recipe, [Problem(message, "data.chat_template")]
-    text, fault = None, f"was not found (looked in {Path.cwd()} and {folder})"
+    text, fault = None, f"was not found (looked in {Path.cwd()} and {folder}){nearest_hint(Path(expanded(name)))}"
     for base in (folder, Path.cwd()):
         try:
             text = read_text(Path(os.path.realpath(base / expanded(name))))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fsdptrain.config.rows import Row
+from fsdptrain.config.enums import TableEnum
 
 CopySpan = Literal["world", "group", "rank"]  # the ranks that share one copy of the model: all, fsdp.shard_size, one
 
 
-class Strategy(Row):
+class Strategy(TableEnum):
     """A sharding strategy; its value is the word in the recipe.
 
     `span`: the ranks that share one copy of the weights, gradients and optimizer state. `reshards`: gathered weights

@@ -253,6 +253,15 @@ def parse_hardware(text: str) -> HardwareChoice:
     return HardwareChoice(count, chosen, note, nodes)
 
 
+def cards_named_in(text: str) -> str:
+    """Return the cards that a recipe's text names, as `--hardware` takes them; if it names none, 8 H100s."""
+    if given := re.search(r"--hardware[ =](\S+)", text):
+        return given[1]
+    plain = f"-{re.sub('([^a-z0-9]|rtx|(?<=[0-9])x(?=[a-z]))+', '-', text.lower())}-"
+    named = (known for known in KNOWN if f"-{'-'.join(_model_words(known))}-" in plain)
+    return next(named, "8xh100-80gb")
+
+
 def _name_words(name: str) -> list[str]:
     """Return the words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from fsdptrain.data.windows import date_note, of_first_window, pin_commits, pin_
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.config import check_special_tokens, position_limit
 from fsdptrain.plan.plan import Plan, varied
+from fsdptrain.run_folder.files import nearest_hint
 from fsdptrain.text import counted, share, size
 from fsdptrain.train.preflight import check_vocabulary
 from fsdptrain.validation.findings import Findings
@@ -101,7 +103,7 @@ def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
     with findings.continue_on_error():
         if file_sizes(path):
             return plan
-        raise NoData(f"data.eval.path: {path!r} was not found")
+        raise NoData(f"data.eval.path: {path!r} was not found{nearest_hint(Path(path))}")
     data = dataclasses.replace(plan.recipe.data, eval=None)
     return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
 

@@ -37,7 +37,7 @@ from fsdptrain.forecast.trace import Collective, Event, Kernel, Moment, RecordEv
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.world import World
-from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
+from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, cards_named_in, parse_hardware
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import topology_of
 from fsdptrain.terminal.page import Page
@@ -65,6 +65,18 @@ def test_hardware_is_parsed_with_its_count_in_any_spelling(name: str) -> None:
     assert parse_hardware("8xA100").note == "--hardware 8xA100: taken as a100-80gb, not a100-40gb"
     hardware = parse_hardware("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
     assert (hardware.memory, hardware.flops, hardware.intra_bw, hardware.inter_bw) == (48e9, 200e12, 30e9, 5e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "cards"),
+    [
+        ("# fsdptrain validate x --hardware 2x8xa100-40gb\n# for an H100", "2x8xa100-40gb"),
+        ("# eight H100 80 GB", "h100-80gb"), ("my-run-8xa100", "a100-80gb"), ("on 2 × RTX 4090", "rtx4090-24gb"),
+        ("on 2 × RTX4090", "rtx4090-24gb"), ("no card is named, only 4k and 8b", "8xh100-80gb"),
+    ],
+)  # fmt: skip
+def test_the_cards_that_a_recipe_names_are_found(text: str, cards: str) -> None:
+    assert cards_named_in(text) == cards and parse_hardware(cards)
 
 
 @pytest.mark.parametrize(

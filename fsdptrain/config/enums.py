@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Any
 
 
-class Row(StrEnum):
+class TableEnum(StrEnum):
     """A word of the recipe with properties: `NAME = word, value, …`, a value for each annotation of the class."""
 
-    def __new__(cls, word: str, *values: Any) -> Row:
+    def __new__(cls, word: str, *values: Any) -> TableEnum:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
