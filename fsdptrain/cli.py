@@ -173,7 +173,7 @@ def _print_problems(problems: Sequence[object], notes: Sequence[str] = ()) -> No
     """Print problems on standard error: one behind the name of the command, several below it."""
     lines = [f"{_own_name()}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]
     lines = lines if len(problems) > 1 else [f"{_own_name()}: {problems[0]}"]
-    print(wrapped_for("\n".join([*lines, *notes]), sys.stderr, extra_indent=2), file=sys.stderr)
+    print(wrapped_for("\n".join([*lines, *notes]), sys.stderr), file=sys.stderr)
 
 
 def _next_command(*words: object) -> str:
@@ -401,7 +401,7 @@ def _print_plan_for_gpus(written: LoadedRecipe) -> None:
 
     cards = cards_named_in(f"{written.text}\n{written.recipe.name}")
     text = f"this machine has no GPU: to plan for GPUs,\n{_next_command(*sys.argv[1:], '--hardware', cards)}"
-    print(wrapped_for(text, sys.stderr, extra_indent=2), file=sys.stderr)
+    print(wrapped_for(text, sys.stderr), file=sys.stderr)
 
 
 def _check_here(request: Request) -> Outcome:
@@ -473,7 +473,7 @@ def prepare(
     else:
         words = [recipe, *(overrides or []), *["--trust-remote-code"] * trust_remote_code]
         lines = [*prepared_lines(made, plan.recipe.data.seq_len), _next_command("run", *words)]
-        print(wrapped_for("\n".join(lines), sys.stdout, extra_indent=2))
+        print(wrapped_for("\n".join(lines), sys.stdout))
 
 
 @app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")

@@ -23,25 +23,29 @@ def size(count: float) -> str:
 NO_BREAK_SPACE = "\u00a0"  # in `wrapped`: stands for a space at which a line must not be broken
 
 
-def wrapped_for(text: str, stream: IO[str], extra_indent: int = 0) -> str:
+HANGING_INDENT = 2  # columns
+
+
+def wrapped_for(text: str, stream: IO[str]) -> str:
     """Return the text for a stream: wrapped to its width if it is a terminal, else unchanged."""
-    return wrapped(text, os.get_terminal_size(stream.fileno()).columns or 80, extra_indent) if stream.isatty() else text
+    return wrapped(text, os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else text
 
 
-def wrapped(text: str, width: int, extra_indent: int = 0) -> str:
+def wrapped(text: str, width: int, hanging: int = HANGING_INDENT) -> str:
     """Return a text with lines longer than `width` columns broken between words; longer words are not broken.
 
-    A continuation line is indented to the text of its first line, that is after the first line's indent and its label
-    (a word and two spaces), plus `extra_indent` columns.
+    A continuation line begins below the text after the label of its first line (a word and two spaces); without a
+    label, `hanging` columns to the right of the first line.
     """
     found: list[str] = []
     for line in printable(text).split("\n"):
-        indent = re.match(r"\s*(?:\S+ {2,})?", line)
-        assert indent is not None
-        label = indent[0].replace(" ", NO_BREAK_SPACE)  # so that the label stays on the line of its first word
+        before = re.match(r"\s*(\S+ {2,})?", line)
+        assert before is not None
+        label = before[0].replace(" ", NO_BREAK_SPACE)  # so that the label stays on the line of its first word
+        indent = before.end() if before[1] else before.end() + hanging
         lines = textwrap.wrap(
-            label + line[indent.end() :], width, break_long_words=False, break_on_hyphens=False, expand_tabs=False,
-            replace_whitespace=False, subsequent_indent=" " * min(indent.end() + extra_indent, width // 3),
+            label + line[before.end() :], width, break_long_words=False, break_on_hyphens=False, expand_tabs=False,
+            replace_whitespace=False, subsequent_indent=" " * min(indent, width // 3),
         )  # fmt: skip
         found += lines or [""]
     return "\n".join(found).replace(NO_BREAK_SPACE, " ")

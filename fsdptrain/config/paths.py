@@ -191,8 +191,8 @@ def find_all_data(path: DataPath, folder: Path, elsewhere: bool = False) -> Data
     return found
 
 
-def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
-    """Return what `data.path` refers to: an absolute path or glob, or the URL or Hub id as written.
+def find_data(path: str, folder: Path, elsewhere: bool = False, key: str = "data.path") -> str:
+    """Return what `key` refers to, which is `path`: an absolute path or glob, or the URL or Hub id as written.
 
     The working folder is searched first, then the recipe's `folder`. If nothing is found there and the path cannot be a
     Hub id, raise NoData; with `elsewhere` (the plan is for other machines), return the path in the working folder.
@@ -208,9 +208,7 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     if elsewhere:
         return str(Path.cwd() / expanded(path))
     places = " and ".join(dict.fromkeys(map(str, (Path.cwd(), folder))))
-    raise NoData(
-        f"data.path: {shortened(path)!r} was not found (looked in {places}){nearest_hint(Path(expanded(path)))}"
-    )
+    raise NoData(f"{key}: {shortened(path)!r} was not found (looked in {places}){nearest_hint(Path(expanded(path)))}")
 
 
 def data_kind(path: str) -> str | None:

@@ -314,6 +314,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
         notes["conversations"] = 0
     if data.format.has_label:
         notes["desirable"] = 0
+    if width == 2:
+        notes["equal"] = 0
     ends, lengths, conversations = [np.zeros(1, np.int64)], list[Array](), list[Array]()
     parts, unread, digest = list[tuple[str, int, bool]](), dict[str, tuple[int, str]](), hashlib.sha256()
     for part in encoded:
@@ -324,7 +326,7 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
         is_copied = treatment in ("cut", "drop") and bool((kept.reshape(-1, width).sum(axis=1) > data.seq_len).any())
         if is_copied:
             rows = _copied(_fitted(_rows(part, kept), data.seq_len, treatment, width), folder, len(parts))
-        sizes = np.zeros(len(kept), np.int64)
+        sizes, before = np.zeros(len(kept), np.int64), None
         for number, row in enumerate(rows):
             if row is not None:
                 tokens, flags = row
@@ -332,6 +334,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
                 notes["label_tokens"] += flags.count(TRAINED, 1)  # nothing predicts the first token of a row
                 if data.format.has_label:
                     notes["desirable"] += flags[0]  # see `EncodedRows`
+                if width == 2:
+                    notes["equal"], before = notes["equal"] + (number % 2 and row == before), row
                 sizes[number] = len(flags)
         used = sizes > 0
         lengths.append(read)
@@ -351,8 +355,8 @@ def join(folder: Path, encoded: Iterable[Path], data: Data) -> dict[str, int]:
         for name in OF_TURNS:
             notes[name] += found.get(name, 0)
         for what, (count, place) in _unread_in(part).items():
-            before, first = unread.get(what, (0, place))
-            unread[what] = (before + count, first)
+            earlier, first = unread.get(what, (0, place))
+            unread[what] = (earlier + count, first)
         if used.any():
             parts.append((f"{part.parent.name}/{part.name}", int(sizes.sum()), is_copied))
     for name, arrays in (("ends", ends), ("lengths", lengths), ("conversations", conversations)):
@@ -543,6 +547,7 @@ def notes_on_rows(rows: EncodedRows) -> tuple[list[str], list[str]]:
     lost = {
         "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
         "too_long": f"dropped: longer than {limit} (data.long_rows)",
+        "equal": "with two equal answers, of which none is preferred",
         "cut": f"cut at {limit} (data.seq_len): without its end, a row teaches not to stop (data.long_rows: drop)",
     }
     divided = {"split": f"split into pieces of at most {limit} (data.seq_len)"}

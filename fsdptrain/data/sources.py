@@ -44,6 +44,7 @@ from fsdptrain.data.readers import (
 from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_line, listed, shortened
 from fsdptrain.plan.plan import HUB_TIMEOUT_S, HubData
 from fsdptrain.run_folder.events import Progress
+from fsdptrain.run_folder.files import nearest_hint
 from fsdptrain.run_folder.storage import URL
 from fsdptrain.text import counted
 
@@ -450,7 +451,7 @@ def _check_places(path: DataPath) -> None:
         if _by_split(place):
             continue
         if not URL.fullmatch(place) and not Path(place).exists():
-            raise NoData(f"data.path: {shortened(place)!r} was not found")
+            raise NoData(f"data.path: {shortened(place)!r} was not found{nearest_hint(Path(place))}")
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []  # noqa: PTH112, PTH208
         hint = next((f"; {name}: {advice}" for name in names if (advice := conversion_advice(name))), "")
         raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){hint}")

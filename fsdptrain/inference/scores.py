@@ -27,7 +27,7 @@ from fsdptrain.data.columns import peek, seam_without_space, unknown_columns_err
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, Ints
 from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import first_source, readable_files
-from fsdptrain.errors import DataError, NoData, NonFiniteError, Problem, RecipeError
+from fsdptrain.errors import DataError, NonFiniteError, Problem, RecipeError
 from fsdptrain.inference.opened import OpenedModel
 from fsdptrain.model.config import longrope_threshold, position_limit
 from fsdptrain.model.objectives import answers_loss, sum_answers
@@ -110,10 +110,7 @@ def score_files(opened: OpenedModel, paths: Sequence[str], read_as: ReadAs, scre
 def _places_of_data(paths: Sequence[str]) -> list[str]:
     if fault := next((fault for path in paths if (fault := path_fault(path) or url_fault(path))), None):
         raise RecipeError([Problem(fault, "--data")])
-    try:
-        return [find_data(path, Path.cwd()) for path in paths]
-    except NoData as error:
-        raise NoData(str(error).replace("data.path", "--data", 1)) from None
+    return [find_data(path, Path.cwd(), key="--data") for path in paths]
 
 
 def _data_of(opened: OpenedModel, place: str, read_as: ReadAs) -> Data:

@@ -479,8 +479,8 @@ def draft_plan(
             if each.id and (fault := unpinned_code(each.id, each.revision)):
                 problems.append(Problem(fault, f"{section}.revision"))
     # Data on the Hub is read at data.revision, as part of its path.
-    held_out = recipe.data.eval or {}
-    eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
+    held_out = (recipe.data.eval or {}).get("path")
+    eval_path = find_data(held_out, written.folder, elsewhere, "data.eval.path") if held_out else None
     data_paths = []
     for source in sources_of(recipe.data):
         path, revision = find_all_data(source.data.path or "", written.folder, elsewhere), source.data.revision

@@ -26,9 +26,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fsdptrain.text import NO_BREAK_SPACE, duration, printable, wrapped
+from fsdptrain.text import HANGING_INDENT, NO_BREAK_SPACE, duration, printable, wrapped
 
-HANGING_INDENT = 2  # columns by which continuation lines are indented
 GAP = "  "  # between the columns of a table
 
 # The space between a number and its unit, at which no line is broken.
@@ -64,8 +63,7 @@ class Page:
     def say(self, text: str, indent: int = 0, style: str = "") -> None:
         """Print a text, each of its lines wrapped to the width."""
         for line in printable(text).splitlines() or [""]:
-            first, *rest = self._lines(UNIT_SPACE.sub(NO_BREAK_SPACE, line), indent)
-            self.draw(Text("\n".join([first, *(" " * HANGING_INDENT + more for more in rest)])), indent, style)
+            self.draw(Text(self._wrapped(UNIT_SPACE.sub(NO_BREAK_SPACE, line), indent)), indent, style)
 
     def draw(self, text: Text, indent: int = 0, style: str = "") -> None:
         """Print lines that fit the width already."""
@@ -85,9 +83,8 @@ class Page:
                 self.say(" ".join(row[:titles]), indent)
                 cells = zip(header[titles:], row[titles:], strict=True)
                 parts = [f"{name} {cell}".strip().replace(" ", NO_BREAK_SPACE) for name, cell in cells if cell]
-                self.draw(
-                    Text("\n".join(self._lines(", ".join(parts), indent + HANGING_INDENT))), indent + HANGING_INDENT
-                )
+                paragraph = self._wrapped(", ".join(parts), indent + HANGING_INDENT, hanging=0)
+                self.draw(Text(paragraph), indent + HANGING_INDENT)
             return
         for row in [header, *rows]:
             padded = [
@@ -99,14 +96,13 @@ class Page:
     def command(self, words: Sequence[str], indent: int = 0, label: str = "") -> None:
         """Print a command line behind a label; it can be pasted into a shell: broken lines end in a backslash."""
         line = " ".join(shlex.quote(word).replace(" ", NO_BREAK_SPACE) for word in words)
-        lines = self._lines(line, indent + len(label))
-        self.draw(Text(label + (" \\\n" + " " * len(label)).join(lines)), indent)
+        backslash = " \\"
+        lines = self._wrapped(line, indent + len(label) + len(backslash), hanging=0).split("\n")
+        self.draw(Text(label + f"{backslash}\n{' ' * len(label)}".join(lines)), indent)
 
-    def _lines(self, line: str, indent: int) -> list[str]:
-        """Return a line broken into pieces that leave room for `indent` and for a hanging indent or a backslash."""
-        if self.width is None:
-            return [line.replace(NO_BREAK_SPACE, " ")]
-        return wrapped(line, self.width - indent - HANGING_INDENT).split("\n")
+    def _wrapped(self, line: str, used: int, hanging: int = HANGING_INDENT) -> str:
+        """Return a line broken where the columns that are not `used` end; unchanged in a pipe."""
+        return line.replace(NO_BREAK_SPACE, " ") if self.width is None else wrapped(line, self.width - used, hanging)
 
 
 SHORTEST_BAR, LONGEST_BAR = 8, 30

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from fsdptrain.run_folder.records import Record, RunState, waits_for_slow_ranks, without_better
 from fsdptrain.terminal.page import LiveLine, Page, Part, Terminal
-from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size, wrapped, wrapped_for
+from fsdptrain.text import GIB, counted, duration, printable, ranks_text, rate, size
 
 PLAIN_INTERVAL_S = 1.0  # between two step lines in a pipe, at least
 MEMORY_DIFFERS = 0.1  # share of the largest peak by which another rank's is noticeably less
@@ -37,6 +36,7 @@ class Screen:
         self._rank_memory: list[int] = []  # peak bytes of each rank, as they were last written
         self._last_step_line = 0.0
         self._printed: dict[str, int] = {}  # kind of event → the step of its last line above the live line
+        self._thinned = False  # whether an evaluation got no line
         self._resumed: list[int] = []  # for each start of the workers: the step that it resumed from
         self._label_tokens: list[int] = []  # for each start of the workers: trained so far
         self._line = LiveLine()
@@ -60,10 +60,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print lines above the live line; on a terminal, wrapped between words."""
-        if self.console.is_terminal:  # for a dumb terminal Rich assumes 80 columns
-            dumb = self.console.is_dumb_terminal
-            text = wrapped_for(text, self.console.file) if dumb else wrapped(text, self.console.width)
-        self.console.print(Text(text), soft_wrap=True)
+        Page(self.console).say(text)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
         """Print a table, fitted to the width of a terminal."""
@@ -156,6 +153,9 @@ class Screen:
         due = step in (0, total) or step * LINES // total > before * LINES // total
         if due:
             self._printed[kind] = step
+        elif kind != "step" and not self._thinned:
+            self._thinned = True
+            self.say(f"about {LINES} evaluations of a run have a line here; metrics.jsonl and `report` have all")
         return due
 
     def _on_window(self, record: Record) -> None:

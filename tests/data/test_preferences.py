@@ -17,7 +17,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
-from fsdptrain.data.prepare import open_rows, pack_rows
+from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError
@@ -120,6 +120,14 @@ def test_a_pair_is_cut_and_dropped_as_a_whole(tmp_path: Path, tokenizer: Any) ->
     made = open_rows(data.path, replace(data, long_rows="drop"), tokenizer, None, lambda *_: None)
     assert np.diff(made.ends).tolist() == [3, 3]
     assert {name: made.notes[name] for name in ("too_long", "dropped")} == {"too_long": 3, "dropped": 0}
+
+
+def test_pairs_with_equal_answers_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    answers = [("b", "c"), ("b", "b"), ("c", "b"), ("c", "c")]
+    encoded(tmp_path, tokenizer, *({"prompt": "a", "chosen": good, "rejected": bad} for good, bad in answers))
+    data = Data(path=str(tmp_path / "pairs.jsonl"), format=Format.preference, seq_len=64)
+    lost, _ = notes_on_rows(open_rows(data.path, data, tokenizer, None, lambda *_: None))
+    assert lost == ["2 of 4 rows (50%) with two equal answers, of which none is preferred"]
 
 
 def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: Any) -> None:
