@@ -155,7 +155,7 @@ class Screen:
             self._printed[kind] = step
         elif kind != "step" and not self._thinned:
             self._thinned = True
-            self.say(f"about {LINES} evaluations of a run have a line here; metrics.jsonl and `report` have all")
+            self.say(f"only about {LINES} evaluations are shown here; metrics.jsonl and `report` have all")
         return due
 
     def _on_window(self, record: Record) -> None:
