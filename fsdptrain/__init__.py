@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fsdptrain.api import export, load_recipe, read_history, run, validate
 
 __all__ = ["export", "load_recipe", "read_history", "run", "validate"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # transformers and peft import torchao where it is installed, which takes seconds and prints warnings in every process.
 # Hide it from them; `model.float8` alone uses it.

@@ -46,7 +46,7 @@ from fsdptrain.processes import (
 from fsdptrain.run_folder.files import is_there, nearest_hint, shipped, system_reason, write_atomically, write_errors
 from fsdptrain.run_folder.records import json_safe
 from fsdptrain.run_folder.rundir import RunDir
-from fsdptrain.run_folder.storage import LIKE_A_URL
+from fsdptrain.run_folder.storage import EXISTS_ALREADY, LIKE_A_URL
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ Overrides = Annotated[
 def _print_version(requested: bool) -> None:
     if requested:
         parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-        print(f"fsdptrain {version('fsdptrain')} ({parts}, Python {sys.version.split()[0]})")
+        text = f"fsdptrain {version('fsdptrain')} ({parts}, Python {sys.version.split()[0]})"
+        print(wrapped_for(text, sys.stdout))
         raise typer.Exit
 
 
@@ -806,7 +807,7 @@ def init(
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if os.path.lexists(dest):
-        raise RecipeError(f"{dest} exists already and is not overwritten")
+        raise RecipeError(f"{EXISTS_ALREADY.format(dest)}, or name another file")
     if not data or model is None:
         raise RecipeError("give --data and --model")
     from fsdptrain.terminal.page import Page
@@ -820,7 +821,7 @@ def init(
         sys.exit(outcome.exit_code)
     _write_new(dest, text)
     show_proposal(forecast, outcome, Page())
-    print(f"\n{dest}\n{_next_command('validate', dest)}")
+    print(f"\n{dest}\n{_next_command('validate', dest, *(['--hardware', hardware] if hardware else []))}")
 
 
 def _write_new(dest: Path, text: str) -> None:
@@ -867,7 +868,7 @@ def copy_recipe(
             copies[path] = dest.parent / "data" / path.name
     existing = [str(path) for path in copies.values() if os.path.lexists(path)]
     if existing:
-        raise RecipeError(f"exists already and is not overwritten: {', '.join(existing)}")
+        raise RecipeError(EXISTS_ALREADY.format(", ".join(existing)))
     for path, target in copies.items():
         _write_new(target, path.read_text(encoding="utf-8"))
         print(target)

@@ -226,6 +226,7 @@ def show_command_line(words: list[str]) -> None:
 def run(words: list[str]) -> None:
     words = words[1:] if words[0] == "-u" else words  # of pytest-xdist, which flushes what it writes
     option, what, *_ = words
+    assert option in ("-c", "-m"), f"a fork cannot run {option}: start it with `executed`"
     sys.argv = words[:1] + words[2:]
     if option == "-c":
         sys.modules["__main__"] = main = ModuleType("__main__")

@@ -152,7 +152,11 @@ def python(
     executed: bool = False,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment; `executed`: not as a fork."""
+    """Run a command of Python to its end, with `extra` in its environment.
+
+    It is a fork of a process that has imported everything unless it is `executed`; a fork takes `-m MODULE …` or
+    `-c CODE …`.
+    """
     start = subprocess.Popen if executed else how_to_start(extra)
     command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
     streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}

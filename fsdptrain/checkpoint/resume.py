@@ -253,7 +253,11 @@ def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem
     }
     if changed.keys() & {DATA_KEY, TOKENIZER_KEY}:  # which are the reason for other tokens
         changed.pop(TOKENS_KEY, None)
-    return [_changed(path, values_before[path], value) for path, value in changed.items()]
+    problems = [_changed(path, values_before[path], value) for path, value in changed.items()]
+    if problems:
+        *_, last = problems
+        problems[-1] = replace(last, message=f"{last.message}; to train another run, {ANOTHER_RUN}")
+    return problems
 
 
 def measured_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
@@ -290,7 +294,7 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
         message = f"was {before!r} in the run to resume, is {now!r} now"
         if path.startswith(RESOLVED):
             message += ": restore it in the config.json of the model (a default: the version of transformers)"
-    return Problem(f"{message}; or {ANOTHER_RUN}", recipe_key(path))
+    return Problem(message, recipe_key(path))
 
 
 # What is compared by a digest → the message if it differs.

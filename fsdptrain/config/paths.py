@@ -175,19 +175,19 @@ def is_hub_data(found: DataPath) -> TypeGuard[str]:
     return isinstance(found, str) and not Path(found).is_absolute() and not URL.fullmatch(found)
 
 
-def find_all_data(path: DataPath, folder: Path, elsewhere: bool = False) -> DataPath:
-    """Return what `data.path` refers to, of a list every place, as `find_data` does.
+def find_all_data(path: DataPath, folder: Path, elsewhere: bool = False, key: str = "data.path") -> DataPath:
+    """Return what `key` refers to, which is `path`, of a list every place, as `find_data` does.
 
     Raises RecipeError for a Hub data set in a list, whose commit could not be kept, and NoData as `find_data` does.
     """
     if isinstance(path, str):
-        return find_data(path, folder, elsewhere)
-    found = [find_data(place, folder, elsewhere) for place in path]
+        return find_data(path, folder, elsewhere, key)
+    found = [find_data(place, folder, elsewhere, key) for place in path]
     if on_hub := next((place for place in found if is_hub_data(place)), None):
         message = (
             f"{shortened(on_hub)!r} is not a file or folder: a list cannot hold data sets of the Hub; name it alone"
         )
-        raise RecipeError([Problem(message, "data.path")])
+        raise RecipeError([Problem(message, key)])
     return found
 
 

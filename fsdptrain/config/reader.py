@@ -291,7 +291,9 @@ def _not_a_key_message(path: str) -> str | None:
         plain = len(words) <= MAX_DEPTH and all(re.fullmatch(r"\w+", word) for word in words)
         return None if plain else f"a key has letters, digits and _, and is at most {MAX_DEPTH} levels deep"
     if parent in KEYS:
-        return f"`{parent}` has no keys below it: set {parent} to {KEYS[parent].type_words}"
+        words_of_type = KEYS[parent].type_words
+        way_out = f"write '{parent}={{{last}: …}}'" if f"{last}: …" in words_of_type else f"use {words_of_type}"
+        return f"`{parent}` can only be set as a whole: {way_out}"
     return _unknown_key_message(last, parent)
 
 

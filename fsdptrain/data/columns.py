@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from itertools import chain, groupby, islice
 from typing import Any
 
@@ -342,7 +343,7 @@ def _checked_rows(source: Source, data: Data, unread: Unread) -> Iterator[Checke
     wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
     if missing := [name for name in wanted if not source.has(name)]:
         needed = f"no column {shortened(missing[0])!r}, which format {data.format} needs"
-        raise DataError(f"{source.name}: {needed}; {_columns_and_format(source)}")
+        raise DataError(f"{source.name}: {needed}; {_misspelt(source, missing) or _columns_and_format(source)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
     if (data.format.has_prompt or data.format.is_chat) and (label := _label_of_answers(source)):
@@ -474,6 +475,15 @@ def unknown_columns_error(path: DataPath) -> DataError:
     source = first_source(path)
     formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
     return DataError(f"{source.name}: its columns match no format ({formats}); {_columns_and_format(source)}")
+
+
+def _misspelt(source: Source, missing: Sequence[str]) -> str | None:
+    """Return how to name columns that differ little from those that are missing; None if one has no such column."""
+    nearest = {name: get_close_matches(name, source.columns, n=1) for name in missing}
+    if not all(nearest.values()):
+        return None
+    columns = {name: found[0] for name, found in nearest.items()}
+    return f"columns: {listed(source.columns)}; did you mean data.columns: {yaml_text(columns)}?"
 
 
 def _columns_and_format(source: Source) -> str:

@@ -260,7 +260,8 @@ class Corpus(EncodedRows):
 
     def show(self, tokenizer: Any) -> str:
         """Return the first row, or pair, as text, with the trained parts in ⟦ ⟧; of a long part, both ends."""
-        return "\n".join(self._show_row(row, tokenizer) for row in range(max(1, self.answers)))
+        names = ("chosen: ", "rejected: ") if self.answers == 2 else ("",)
+        return "\n".join(f"{name}{self._show_row(row, tokenizer)}" for row, name in enumerate(names))
 
     def _show_row(self, row: int, tokenizer: Any) -> str:
         begin, end = self.ends[row : row + 2].tolist()

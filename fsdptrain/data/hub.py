@@ -26,7 +26,7 @@ from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary, is_panic
 from fsdptrain.plan.plan import HUB_TIMEOUT_S, Plan
 from fsdptrain.run_folder.events import Progress
-from fsdptrain.run_folder.files import openable
+from fsdptrain.run_folder.files import nearest_hint, openable
 
 COMPARED_NUMBERS = 2**22  # of a tensor that are in memory while two are compared
 
@@ -89,13 +89,17 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
     """Raise NoModel when `name` is neither a folder nor a Hub id, or cannot be downloaded."""
     if fault := model_name_fault(name):
         raise NoModel(f"{field}: {fault}")
+    parts = [Path(name, file) for file in ("config.json", "adapter_config.json")]
+    if field != "model.tokenizer" and is_folder(name) and not any(map(os.path.lexists, parts)):
+        raise NoModel(f"{field}: {name!r} has no config.json: it is not the folder of a model")
     try:
         yield
     except Exception as error:
         if not any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes(error)):
             raise
         raise NoModel(
-            f"{field}: {name!r} is not in the cache, and {HUB_UNREACHABLE}. Name a local folder in model.id "
+            f"{field}: {name!r} is not in the cache, and {HUB_UNREACHABLE}{nearest_hint(Path(name))}. Name a local "
+            "folder in model.id "
             "and model.tokenizer; or, to plan without it, give model_type, vocab_size and the dimensions in "
             "model.config"
         ) from None

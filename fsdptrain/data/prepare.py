@@ -475,8 +475,7 @@ def prepare(
             train, *held = packed(source.data, source.data.max_rows, wanted.get("fraction"))
         trained.append(train)
         held_out += held
-    if plan.sources[0].data.format.has_label:
-        _check_classes(trained)
+    _check_answers(trained)
     if plan.eval_path is not None:
         data = dataclasses.replace(plan.recipe.data, path=plan.eval_path, window=None)
         if data.sources:
@@ -487,10 +486,16 @@ def prepare(
     return stream, list(range(len(corpus))) if held_out else [], corpus
 
 
-def _check_classes(corpora: list[Corpus]) -> None:
-    """Raise DataError if all answers that are judged one by one are of one class."""
-    desirable = sum(corpus.notes["desirable"] for corpus in corpora)
+def _check_answers(corpora: list[Corpus]) -> None:
+    """Raise DataError if all pairs have equal answers, or if all answers that are judged alone are of one class."""
     rows = sum(len(corpus.ends) - 1 for corpus in corpora)
+    if 2 * sum(corpus.notes.get("equal", 0) for corpus in corpora) == rows:
+        raise DataError(
+            f"data.columns: chosen, rejected: the answers of all {rows // 2:,} pairs are equal, so neither is preferred"
+        )
+    if "desirable" not in corpora[0].notes:
+        return
+    desirable = sum(corpus.notes["desirable"] for corpus in corpora)
     if desirable in (0, rows):
         found, other = ("desirable", "undesirable")[:: 1 if desirable else -1]
         raise DataError(

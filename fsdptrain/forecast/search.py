@@ -234,8 +234,10 @@ def search(
         trials.try_pipelines()
         if not fitting:
             trials.try_long_rows(offload=False)
-        # Offload is slow: it is tried only when nothing fits without it.
-        if trials.best() is None and not hardware.is_cpu:
+        # Offload is slow: it is tried only when nothing fits well without it, or the recipe has it and is faster.
+        best, now = trials.best(), trials.made[""]
+        offloads = best is None or best.tight or (now.cpu_offload and now.fits and now.step_s < best.step_s)
+        if offloads and not hardware.is_cpu:
             trials.try_strategies(offload=True)
             if not any(option.fits for option in trials.made.values()):
                 trials.try_long_rows(offload=True)

@@ -319,10 +319,17 @@ def _fill(
     missing = sorted(same[0] for same in names if info.missing_keys.issuperset(same))
     if shapes or missing:
         wrong = f"of another shape: {listed(shapes, 3)}" if shapes else f"missing: {listed(missing, 3)}"
-        raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {wrong}")
+        raise RecipeError(
+            f"model.id: {plan.recipe.model.id} does not fit the architecture: {wrong}{_own_config_hint(plan)}"
+        )
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)  # to the one that was read
+
+
+def _own_config_hint(plan: Plan) -> str:
+    """Return where the wrong architecture may come from: a shipped recipe has a `model.config`, for its own model."""
+    return "; model.config={} takes the architecture from the model" if plan.recipe.model.config else ""
 
 
 def _load(

@@ -343,7 +343,8 @@ class Plan:
         size, times = train.global_batch_size, train.global_batch_size / sequences
         if train.steps is None and steps < FEW_STEPS:
             few = f"only {counted(steps, 'optimizer step')} in all"
-            notes.append(f"{few}: a smaller train.global_batch_size makes more of them")
+            more = "a smaller train.global_batch_size makes" if size > self.groups_of_rows else "more train.epochs make"
+            notes.append(f"{few}: {more} more of them")
         elif train.steps is not None and times > 1:
             notes.append(f"a step of {size} sequences reads the data ({sequences:,} sequences) {times:.1f} times")
         return notes
@@ -483,7 +484,8 @@ def draft_plan(
     eval_path = find_data(held_out, written.folder, elsewhere, "data.eval.path") if held_out else None
     data_paths = []
     for source in sources_of(recipe.data):
-        path, revision = find_all_data(source.data.path or "", written.folder, elsewhere), source.data.revision
+        key, revision = f"data.sources: {source.name}" if recipe.data.sources else "data.path", source.data.revision
+        path = find_all_data(source.data.path or "", written.folder, elsewhere, key)
         if revision is not None and is_hub_data(path):
             data = HubData.of(path)
             if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set

@@ -15,7 +15,7 @@ from fsdptrain.config.reader import SECRET
 from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.report.charts import COLOURS, FAULTS, charts_of, drawings, progress_chart, short
 from fsdptrain.report.history import RunHistory, changed_keys, read_run, set_labels
-from fsdptrain.report.status import ENDED, is_run_folder, runs_below
+from fsdptrain.report.status import ENDED, is_run_folder, runs_below, stop_text
 from fsdptrain.run_folder.files import shipped, write_atomically
 from fsdptrain.run_folder.records import EVENTS, Record, RunState, by_loss, shares_of
 from fsdptrain.run_folder.rundir import RunDir
@@ -185,12 +185,14 @@ def _sentences(run: RunHistory) -> Iterator[tuple[Record, str]]:
     screen = Screen(Terminal(io.StringIO()))
     said = {
         "lost": "the attempt ended without a record of why: its processes were killed, or the machine was lost",
-        "stop": "stopped by {signal} after step {step:,}", "error": "{type}: {message}", "nonfinite": "{what}",
+        "error": "{type}: {message}", "nonfinite": "{what}",
         "restart": "workers were lost and are started again: restart {restart} of {of}",
     }  # fmt: skip
     for record in run.records:
         kind = record["event"]
-        if kind in said:
+        if kind == "stop":
+            yield record, f"stopped {stop_text(record)}"
+        elif kind in said:
             yield record, said[kind].format(**record)
         elif kind in EVENTS and kind not in ("step", "eval", "save", "generated", "progress"):
             screen.console.file = io.StringIO()

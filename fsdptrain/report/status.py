@@ -51,6 +51,15 @@ UNKNOWN: dict[str, Any] = {
 ENDED = ("finished", "stopped", "failed", "killed")
 
 
+def stop_text(stop: Record) -> str:
+    """Return how a `stop` event says that the run ended: `by SIGTERM after step 12, with a checkpoint`."""
+    # A launcher passes every signal on to its workers as STOP_SIGNAL, also Ctrl-C.
+    known = {STOP_SIGNAL.name: "on request", "SIGINT": "by Ctrl-C"}
+    by = known.get(stop["signal"], f"by {stop['signal']}")
+    step = stop["step"]
+    return f"{by} after step {step:,}, with a checkpoint" if step else f"{by} before the first step"
+
+
 class Observer:
     """Follows a run: `status` reads what is new in its folder, and returns what is known."""
 
@@ -213,11 +222,7 @@ class Observer:
         """
         newest = self._run.ends[-1]
         if newest["event"] == "stop":
-            # A launcher passes every signal on to its workers as STOP_SIGNAL, also Ctrl-C.
-            by = "a stop signal" if newest["signal"] == STOP_SIGNAL.name else newest["signal"]
-            step = newest["step"]
-            when = f"after step {step:,}, with a checkpoint" if step else "before the first step"
-            return "stopped", f"by {by} {when}; run the same command to continue"
+            return "stopped", f"{stop_text(newest)}; run the same command to continue"
         errors = [end for end in self._run.ends if end["event"] == "error" and newest["at"] - end["at"] < SAME_END_S]
         cause = min(
             errors, key=lambda end: (end["event"] == "error" and end["type"] == "WorkerLost", "rank" in end, end["at"])

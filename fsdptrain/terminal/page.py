@@ -29,6 +29,7 @@ from rich.text import Text
 from fsdptrain.text import HANGING_INDENT, NO_BREAK_SPACE, duration, printable, wrapped
 
 GAP = "  "  # between the columns of a table
+WHOLE = 25  # characters of a name with its cell, below which they stay on one line of a paragraph
 
 # The space between a number and its unit, at which no line is broken.
 UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")
@@ -82,7 +83,8 @@ class Page:
             for row in rows:
                 self.say(" ".join(row[:titles]), indent)
                 cells = zip(header[titles:], row[titles:], strict=True)
-                parts = [f"{name} {cell}".strip().replace(" ", NO_BREAK_SPACE) for name, cell in cells if cell]
+                parts = [f"{name} {cell}".strip() for name, cell in cells if cell]
+                parts = [part.replace(" ", NO_BREAK_SPACE) if len(part) < WHOLE else part for part in parts]
                 paragraph = self._wrapped(", ".join(parts), indent + HANGING_INDENT, hanging=0)
                 self.draw(Text(paragraph), indent + HANGING_INDENT)
             return

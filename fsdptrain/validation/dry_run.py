@@ -167,7 +167,8 @@ def _check_plan(plan: Plan, findings: Findings) -> None:
     ][1:]
     lines = [
         f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}"
-        + plan.division_text,
+        + plan.division_text
+        + ", with the state in host memory (fsdp.cpu_offload)" * plan.recipe.fsdp.cpu_offload,
         f"a step: {counted(train.global_batch_size, 'sequence')} of {seq_len:,} tokens "
         f"({values['tokens_per_step']:,} tokens) = {plan.ranks_text} × {micro} × {rows}",
     ]

@@ -25,6 +25,7 @@ from fsdptrain.data.columns import describe_columns, likely_format, peek, seam_w
 from fsdptrain.data.corpus import fill_sequences
 from fsdptrain.data.sources import first_source, held_out_files
 from fsdptrain.errors import Problem, RecipeError, shortened
+from fsdptrain.run_folder.files import unused_name
 from fsdptrain.run_folder.storage import url_fault
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
@@ -101,7 +102,7 @@ class Starter:
         text = RECIPE.format(
             keys=written,
             dest=self.dest,
-            name=name or "run",
+            name=unused_name(Path("runs") / (name or "run")).name,
             model=yaml_text(self.model),
             path=yaml_text(self.path),
             form=self.read_as.format,

@@ -87,6 +87,9 @@ def make_request(
         raise RecipeError(f"--price-per-gpu-hour: {price:g} is negative")
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     notes = untested_versions()
+    of_file = loaded.where.get("model.config") not in (None, COMMAND_LINE)
+    if loaded.where.get("model.id") == COMMAND_LINE and of_file and "model_type" in loaded.recipe.model.config:
+        notes.insert(0, "model.config is that of the recipe's own model: for another model.id, add model.config={}")
     if target and target.note:
         notes.insert(0, target.note)
     return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, price, **options)

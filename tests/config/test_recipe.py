@@ -637,7 +637,7 @@ def test_an_override_reaches_below_the_open_mappings(tmp_path: Path) -> None:
         ("optim.lr", None, "write key=value"),
         ("=5", None, "write key=value"),
         ("lr=5", "lr", "did you mean `optim.lr`"),
-        ("optim.lr.x=5", "optim.lr.x", "has no keys below it"),
+        ("optim.lr.x=5", "optim.lr.x", "`optim.lr` can only be set as a whole: use a number"),
         ("optim={lr: 1}", "optim", "is a section: set one of its keys (name, lr"),
         ("fsdp.sharding_strategy=FULL_SHARD", "fsdp.sharding_strategy", "is called fsdp.strategy here"),
         ("checkpoint.async_=false", "checkpoint.async_", "`checkpoint.async`"),

@@ -250,6 +250,7 @@ def test_the_demo_answers_as_the_readme_says(seed: int, kernels: dict[str, str],
         done = fsdptrain("run", name, f"seed={seed}", cwd=tmp_path, timeout=1800, **kernels)
         assert done.returncode == 0, done.stderr
     words = [ROOT / "recipes" / "score.py", ROOT / "recipes" / "data" / "speakers-test.jsonl"]
-    done = python(*words, *(f"runs/{name}/export" for name in names), cwd=tmp_path, timeout=600, **kernels)
+    exports = [f"runs/{name}/export" for name in names]
+    done = python(*words, *exports, cwd=tmp_path, timeout=600, executed=True, **kernels)
     before, *after = (float(share) for share in re.findall(r"^ *([\d.]+)% exact", done.stdout, re.MULTILINE))
     assert before == 0 and len(after) == 2 and min(after) > 95, done.stdout + done.stderr

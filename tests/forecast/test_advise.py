@@ -181,7 +181,7 @@ def test_one_rank_has_two_strategies(tmp_path: Path) -> None:
     assert {key[0] for key in tried(ask)} == {"FULL_SHARD", "NO_SHARD"}
 
 
-def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> None:
+def test_offload_is_tried_only_if_nothing_fits_well_without_it(tmp_path: Path) -> None:
     ask = FakeForecaster(state=8000, activations=1)
     found = advice(plan_of(tmp_path), ask)
     assert found.options[0].cpu_offload and found.options[0].fits
@@ -193,6 +193,9 @@ def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> Non
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
     assert [option.own for option in found.options if option.cpu_offload] == [True]
     assert found.best and found.best.overrides["fsdp.cpu_offload"] is False
+    found = advice(plan_of(tmp_path), FakeForecaster(activations=1, comfort=0.05))
+    assert {option.tight for option in found.options if not option.cpu_offload} == {True}
+    assert any(option.cpu_offload and not option.tight for option in found.options)
 
 
 def test_what_layers_of_long_rows_keep_is_offloaded_before_weights_are(tmp_path: Path) -> None:

@@ -277,7 +277,10 @@ def test_samples_shares_and_a_time_line_with_faults_and_what_followed(mixed: Run
     run.event("stop", step=4, signal="SIGINT")
     rows = event_rows(read_run(run.rundir))
     assert [kind for _, kind, _ in rows[:4]] == ["start", "lost", "start", "lost"] and len(rows) == 61
-    assert rows[30] == ("", "", "22 more events") and rows[-1][1:] == ("stop", "stopped by SIGINT after step 4")
+    assert rows[30] == ("", "", "22 more events") and rows[-1][1:] == (
+        "stop",
+        "stopped by Ctrl-C after step 4, with a checkpoint",
+    )
 
 
 def test_runs_that_cannot_be_shown_are_one_sentence(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     run.event("stop", step=3, signal="SIGTERM")
     assert run.status()["why"] == "by SIGTERM after step 3, with a checkpoint; run the same command to continue"
     run.event("stop", step=3, signal="SIGUSR1")  # what a launcher passes on, after Ctrl-C too
-    assert run.status()["why"].startswith("by a stop signal after step 3, ")
+    assert run.status()["why"].startswith("on request after step 3, ")
     run.start(total=4)
     run.steps(4, first=4)
     with FileLock(run.rundir.mark):
