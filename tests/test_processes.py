@@ -194,7 +194,7 @@ def test_no_process_outlives_a_killed_command_that_tokenises(command: str, tmp_p
     (tmp_path / "data").mkdir()
     text = SHAKESPEARE.read_text()
     for number in range(2):  # each a part that a process encodes
-        rows = (json.dumps({"text": f"{number} {row} {text[row : row + 2000]}"}) for row in range(9000))
+        rows = (json.dumps({"text": f"{command} {number} {row} {text[row : row + 2000]}"}) for row in range(9000))
         (tmp_path / "data" / f"{number}.jsonl").write_text("\n".join(rows))
     check_killed(tmp_path / "run", "multiprocessing.forkserver+8", "command", *FSDPTRAIN, command, *words)
 

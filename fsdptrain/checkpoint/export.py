@@ -19,6 +19,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from fsdptrain.checkpoint.export_check import POLL_S, Sample, comparison
 from fsdptrain.checkpoint.export_tensors import Exported, publish
@@ -160,6 +161,7 @@ def export_checkpoint(
     not `trusted`, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
+    disable_progress_bar()  # the screen shows the progress
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
     if plan.trust_remote_code and not trusted and any(rundir.model.glob("*.py")):
         raise RecipeError(f"the model of {rundir.root} {CUSTOM_CODE}")

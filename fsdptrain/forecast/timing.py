@@ -145,6 +145,7 @@ def replay_streams(
             seconds *= COMPILED if fuses and event.stream == COMPUTE_STREAM and not (event.flops or event.link) else 1.0
             timing.flops += event.flops
             if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy
+                seconds += hardware.launch_s * hardware.is_cpu
                 host += seconds
                 timing.host_s += seconds
                 continue
@@ -157,10 +158,10 @@ def replay_streams(
         elif isinstance(event, Collective):
             seconds = collective_s(event, hardware, ranks_per_node)
             timing.communication_s += seconds
+            host += hardware.hook_s
             if hardware.is_cpu:
                 host += seconds
                 continue
-            host += hardware.hook_s
             crosses = event.nodes(ranks_per_node) > 1
             late += crosses * hardware.late_s * len(event.ranks)
             collectives.append(links.carry(event, crosses, seconds, host))

@@ -40,7 +40,14 @@ from fsdptrain.errors import (
     listed,
 )
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.run_folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically, write_errors
+from fsdptrain.run_folder.files import (
+    NOTHING_THERE,
+    is_regular_file,
+    remove_unfinished,
+    try_lock,
+    write_atomically,
+    write_errors,
+)
 from fsdptrain.run_folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.run_folder.rundir import MARK, RunDir
 from fsdptrain.run_folder.storage import PROBE, URL
@@ -93,6 +100,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
                 with write_errors(f"checkpoint.path: cannot write to {place}"):
                     mark_checkpoints(place, str(rundir.root))
             with write_errors(f"output_dir: cannot write to {rundir.root}"):
+                remove_unfinished(rundir.root)
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())
         elif not earlier.finished:

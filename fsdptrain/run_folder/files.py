@@ -77,13 +77,22 @@ def is_there(path: Path) -> bool:
     return True
 
 
+TEMPORARY = ".fsdptrain-*.tmp"  # the name of a file that is not finished
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left of files that they wrote below a folder, in which nobody writes now."""
+    for path in folder.rglob(TEMPORARY):
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Yield an open file that is renamed to `path` in the end, so that readers see the old content or the new one.
 
     Others may write the folder: nobody can guess the name of the file, which is new, and no link is ever followed.
     """
-    temporary = path.with_name(f".fsdptrain-{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
     with temporary.open("xb") as file:
         try:
             yield file

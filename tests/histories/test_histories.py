@@ -222,9 +222,15 @@ def an_export_killed_before_its_mark(history: History) -> None:
     history.export(fault={**before_the_mark, "do": "SIGKILL command"})
 
 
+def a_file_of_the_model_is_not_finished(history: History) -> None:
+    before_its_name = {"role": "worker", "event": "os.rename", "match": "model/.fsdptrain", "at": 1}
+    history.run(fault={**before_its_name, "do": "SIGKILL worker"})
+
+
 FOUND: list[Callable[[History], None]] = [
     unreadable_checkpoints, another_configuration, two_exports_to_one_folder, checkpoints_of_another_run,
     a_hang_on_a_clock_ahead, other_held_out_data, an_undone_save, an_export_killed_before_its_mark,
+    a_file_of_the_model_is_not_finished,
 ]  # fmt: skip
 
 
