@@ -80,6 +80,19 @@ class GroupedCommands(typer.core.TyperGroup):
         """Write no second list of the commands."""
 
 
+class WithOverrides(typer.core.TyperCommand):
+    """A command that takes keys of the recipe, which other tools take as options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; the error of an unknown option says how a key is written."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # of an unknown option
+                error.message += "; a key of the recipe is written KEY=VALUE, such as train.steps=20"  # type: ignore[attr-defined]
+            raise
+
+
 app = typer.Typer(
     cls=GroupedCommands,
     epilog="Pages for all of this: docs/index.md in the repository.",
@@ -238,7 +251,7 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
         raise FsdptrainError(f"internal error: {error!r} (please report it; traceback: {record})") from error
 
 
-@app.command(epilog="Example: fsdptrain run shakespeare train.steps=20")
+@app.command(cls=WithOverrides, epilog="Example: fsdptrain run shakespeare train.steps=20")
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -326,7 +339,7 @@ def _plan_here(written: LoadedRecipe, trust_remote_code: bool) -> Plan:
     return varied(plan, {"train.compile": False}) if uncompiled_note(plan) else plan
 
 
-@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
+@app.command(cls=WithOverrides, epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -443,7 +456,7 @@ def _screen_beside_result() -> Screen:
     return Screen(Terminal(sys.stderr))
 
 
-@app.command(epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
+@app.command(cls=WithOverrides, epilog="Example: fsdptrain prepare recipe.yaml data.path=corpus/")
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -546,7 +559,7 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     return target
 
 
-@app.command(epilog="Example: fsdptrain submit recipe.yaml --time 24:00:00")
+@app.command(cls=WithOverrides, epilog="Example: fsdptrain submit recipe.yaml --time 24:00:00")
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,

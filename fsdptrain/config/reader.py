@@ -304,7 +304,8 @@ def _key_above(path: str) -> str:
 
 def _unknown_key_message(word: str, section: str) -> str:
     """Return the message for a key that does not exist: what replaces another tool's key, or the nearest name."""
-    if text := replacement_of(word):
+    other = f"{section}.{word}".replace(".", "_")  # in a section of another tool: lora.rank
+    if text := replacement_of(word) or (section not in SECTIONS and replacement_of(other)):
         return replacement_message(text)
     here = SECTIONS.get(section, SECTIONS[""])
     same_word = [path for path in [*KEYS, *SECTIONS] if path.rpartition(".")[2] == word and "." in path]

@@ -189,7 +189,8 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridde
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
         raise RecipeError(
-            f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
+            f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}, or "
+            f"NODESxGPUSx{hardware.name}"
         )
     check_agreement(recipe, Launched(f"--hardware {count}x{hardware.name}", count // nproc, 0, nproc), overridden)
     return topology_of_job(recipe, count // nproc, gpus, nproc)

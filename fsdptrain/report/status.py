@@ -130,7 +130,8 @@ class Observer:
             "stage": self._stage() if running else None,
             "step": made,
             "total_steps": total,
-            **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
+            "loss": self._run.training_loss if "loss" in step else None,  # as the run prints it
+            **{name: step.get(name) for name in ("lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
             "eta_s": (total - made) * statistics.fmean(times) if total and times and running and not late else None,
             "eval": {key: last["eval"][key] for key in ("step", "loss", "losses") if key in last["eval"]}
             if "eval" in last

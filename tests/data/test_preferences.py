@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SHAKESPEARE, write_recipe
+from support import SHAKESPEARE, planned, write_recipe
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
-from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows
+from fsdptrain.data.prepare import notes_on_rows, open_rows, pack_rows, prepare
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError
@@ -128,6 +128,16 @@ def test_pairs_with_equal_answers_are_counted(tmp_path: Path, tokenizer: Any) ->
     data = Data(path=str(tmp_path / "pairs.jsonl"), format=Format.preference, seq_len=64)
     lost, _ = notes_on_rows(open_rows(data.path, data, tokenizer, None, lambda *_: None))
     assert lost == ["2 of 4 rows (50%) with two equal answers, of which none is preferred"]
+    recipe = write_recipe(tmp_path, model__tokenizer={"train": 300})
+    words = ["data.format=preference", "train.objective=dpo", f"data.path={tmp_path / 'pairs.jsonl'}"]
+    encoded(tmp_path, tokenizer, *({"prompt": "a", "chosen": good, "rejected": good} for good, _ in answers))
+    with pytest.raises(DataError, match="the answers of all 4 pairs are equal"):
+        prepare(planned(recipe, *words), tokenizer, lambda *_: None)
+
+
+def test_misspelt_columns_of_a_pair_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"did you mean data\.columns: \{chosen: choosen, rejected: reject\}\?"):
+        encoded(tmp_path, tokenizer, {"prompt": "a", "choosen": "b", "reject": "c"})
 
 
 def test_pairs_stay_in_one_sequence_of_one_data_set(tmp_path: Path, tokenizer: Any) -> None:

@@ -66,8 +66,14 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Pa
 
 def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    with pytest.raises(DataError, match=r"'nope\.jsonl' was not found"):
-        plan_here(recipe, "data.path=nope.jsonl")
+    missing = {
+        "data.path": ["data.path=nope.jsonl"],
+        "data.eval.path": ["data.eval={path: nope.jsonl}"],
+        "data.sources: nope": ["data.path=null", "data.sources=[{path: nope.jsonl}]"],
+    }
+    for key, words in missing.items():
+        with pytest.raises(DataError, match=rf"^{key}: 'nope\.jsonl' was not found"):
+            plan_here(recipe, *words)
     with pytest.raises(RecipeError, match=r"model\.id: 'runs/nope/export' does not exist, .* run that recipe first"):
         plan_here(recipe, "model.id=runs/nope/export")
     assert plan_here(recipe, "data.path=openai/gsm8k:main:test").data_path == "openai/gsm8k:main:test"

@@ -117,7 +117,12 @@ def test_init_for_other_hardware_writes_the_fastest_plan_with_its_forecast(tmp_p
     text = (tmp_path / "recipe.yaml").read_text()
     assert "# the fastest of " in text and " for 2xh100, by forecast: " in text, done.stdout
     assert "strategy: NO_SHARD" in text
-    assert load(tmp_path / "recipe.yaml").recipe.train.global_batch_size % 2 == 0
+    made = load(tmp_path / "recipe.yaml").recipe
+    assert made.train.global_batch_size % 2 == 0
+    assert done.stdout.endswith(f"next: fsdptrain validate {tmp_path / 'recipe.yaml'} --hardware 2xh100\n")
+    (tmp_path / "runs" / made.name).mkdir(parents=True)
+    done = fsdptrain("init", "--data", tmp_path / "a.jsonl", "--model", gpt2, tmp_path / "b.yaml", cwd=tmp_path)
+    assert load(tmp_path / "b.yaml").recipe.name == f"{made.name}-2", "the first run is not resumed"
 
 
 def sizes(
