@@ -65,7 +65,7 @@ SOME: Layouts = {
 }
 EVERY: Layouts = {
     **{name: (BOTH, 20 + i, own) for i, (name, own) in enumerate(strategies(4).items())},
-    "lora": (BOTH, 16, ADAPTED),
+    "lora": (BOTH, 16, [*ADAPTED[:-1], "train.micro_batch_size=2"]),
     "tensor": (BOTH, 30, ["parallel.tensor=2", "train.micro_batch_size=2"]),
     "context": (BOTH, 12, ["parallel.context=2", "train.micro_batch_size=4"]),
     "context × tensor": (BOTH, 31, ["parallel.tensor=2", "parallel.context=2", "train.micro_batch_size=4"]),

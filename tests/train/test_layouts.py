@@ -428,9 +428,9 @@ def test_every_architecture_that_is_accepted_gives_the_same(division: str, recip
     plan, accepted = planned(recipe, division, ranks=2), Options()
     for kind in KINDS:
         config = small_config(kind)
-        dropout = [name for name, value in vars(config).items() if "dropout" in name and isinstance(value, float)]
-        for name in dropout if division == STAGES else ():
-            setattr(config, name, 0.0)  # each rank draws its own
+        for each in (config, config.get_text_config()) if division == STAGES else ():
+            for name in [name for name, value in vars(each).items() if "dropout" in name and isinstance(value, float)]:
+                setattr(each, name, 0.0)  # each rank draws its own
         try:
             check(plan, skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto")))
         except RecipeError as error:
@@ -445,4 +445,4 @@ def test_every_architecture_that_is_accepted_gives_the_same(division: str, recip
     names = [*accepted]
     for first in range(0, len(names), AT_ONCE):
         some, folder = {name: accepted[name] for name in names[first : first + AT_ONCE]}, tmp_path / f"{first}"
-        assert_options_agree(some, recipe, folder, limit=2e-6, apart=2e-5, timeout=3600)
+        assert_options_agree(some, recipe, folder, limit=5e-6, apart=2e-5, timeout=3600)
