@@ -173,7 +173,7 @@ def train(recipe: Path, words: list[str]) -> None:
         os.environ["MASTER_PORT"] = str(unused_port())
         patched(ranks, "find_topology", lambda *_: Topology("cuda", 1, 1))
         patched(trainer, "build", faked)
-        patched(trainer, "World", OneRank)
+        patched(setup, "World", OneRank)
         patched(
             dist, "init_process_group", lambda _, **words: join("cpu:gloo,cuda:fake", **words | {"device_id": None})
         )
