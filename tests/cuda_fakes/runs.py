@@ -45,7 +45,7 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.run_folder.rundir import RunDir
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
+from fsdptrain.train import blockwise, prefetch, setup, teacher, trainer  # noqa: F401  (`blockwise` computes tables)
 from fsdptrain.validation import dry_run, node_check
 from fsdptrain.validation.findings import Findings
 from fsdptrain.validation.model import attention_available
@@ -263,6 +263,18 @@ def inferences(folder: Path) -> None:
     print("inferences", flush=True)
 
 
+def teachers(folder: Path) -> None:
+    """Free the memory of a teacher that had nothing left to compute."""
+    world: Any = SimpleNamespace(device=CUDA)
+    with (
+        mock.patch.object(teacher, "_load", lambda *_: None),
+        mock.patch.object(teacher, "StopPoll", lambda *_: None),
+        mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda *_: None),
+    ):
+        teacher._compute(mock.Mock(), mock.Mock(), world, [], 0)
+    print("teachers", flush=True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -270,7 +282,7 @@ def main() -> None:
     wanted = [*cuda_lines()]
 
     def run() -> None:
-        for scenario in (steps, trainers, validations, copies, recurrences, inferences):
+        for scenario in (steps, trainers, validations, copies, recurrences, inferences, teachers):
             (inside := folder / scenario.__name__).mkdir()
             scenario(inside)
 
