@@ -217,7 +217,7 @@ REJECTED = {  # overrides → text of the message
     "model.config.num_hidden_layers=2": "unknown: model.layers.2",
     "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
-    "model.id=recipes": "cannot read the configuration of 'recipes'",
+    "model.id=recipes": "'recipes' has no config.json: it is not the folder of a model",
     f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a sequence attend to",
 }
 
