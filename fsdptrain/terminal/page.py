@@ -64,7 +64,7 @@ class Page:
     def say(self, text: str, indent: int = 0, style: str = "") -> None:
         """Print a text, each of its lines wrapped to the width."""
         for line in printable(text).splitlines() or [""]:
-            self.draw(Text(self._wrapped(UNIT_SPACE.sub(NO_BREAK_SPACE, line), indent)), indent, style)
+            self.draw(Text(self._wrapped(line, indent)), indent, style)
 
     def draw(self, text: Text, indent: int = 0, style: str = "") -> None:
         """Print lines that fit the width already."""
@@ -104,7 +104,9 @@ class Page:
 
     def _wrapped(self, line: str, used: int, hanging: int = HANGING_INDENT) -> str:
         """Return a line broken where the columns that are not `used` end; unchanged in a pipe."""
-        return line.replace(NO_BREAK_SPACE, " ") if self.width is None else wrapped(line, self.width - used, hanging)
+        if self.width is None:
+            return line.replace(NO_BREAK_SPACE, " ")
+        return wrapped(UNIT_SPACE.sub(NO_BREAK_SPACE, line), self.width - used, hanging)
 
 
 SHORTEST_BAR, LONGEST_BAR = 8, 30
