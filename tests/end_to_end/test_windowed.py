@@ -78,7 +78,7 @@ def test_a_window_that_takes_longer_than_the_watchdog_waits_is_no_hang(
 ) -> None:
     recipe = recipe_of(corpus, tmp_path, launch__timeout_s=6)
     match = str(files_of_windows(recipe)[1][0])
-    slow = {"where": ENCODES, "do": "sleep", "match": match, "how": {"seconds": 15}, "mark": str(tmp_path / "mark")}
+    slow = {"where": ENCODES, "do": "sleep", "match": match, "how": {"seconds": 20}, "mark": str(tmp_path / "mark")}
     done = run_with(recipe, slow, **cache_of(recipe))
     assert done.problems(0, r"waited 0:\d+ for window 2 of 3 of the data") == []
     assert (tmp_path / "mark").exists()
