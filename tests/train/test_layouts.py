@@ -209,10 +209,10 @@ MORE_OPTIONS: Options = {
 }
 
 
-def assert_options_agree(
+def options_that_differ(
     options: Options, recipe: Path, tmp: Path, limit: float = LIMIT, apart: float = 1e-5, **how: Any
-) -> None:
-    """Assert that with each option evaluations, curves and logits are the same with its divisions as without."""
+) -> list[str]:
+    """Return the options with which evaluations, curves or logits are not the same with a division as without."""
     variants: dict[str, list[str]] = {}
     for name, (words, divisions) in options.items():
         own = [word.replace("${..}", str(recipe.parent)) for word in words]
@@ -228,15 +228,14 @@ def assert_options_agree(
         off = np.abs(np.array(other["logits"]) - np.array(own["logits"])).max()
         print(f"{divided:48} loss {loss:.1e}  norm {norm:.1e}  logits {off:.1e}")
         evaluated = abs(other["evaluation"] / own["evaluation"] - 1)
-        norm *= 0.5 if name in ROUNDED else 1.0
         if max([evaluated, *[loss, norm] * (name not in DRAWS)]) > limit or off > apart:
             wrong.append(divided)
-    assert not wrong
+    return wrong
 
 
 @pytest.mark.parametrize("options", [OPTIONS, pytest.param(MORE_OPTIONS, marks=SOAK)], ids=["some", "more"])
 def test_options_give_the_same(options: Options, recipe: Path, tmp_path: Path) -> None:
-    assert_options_agree(options, recipe, tmp_path, compiled="aot_eager", timeout=1800)
+    assert not options_that_differ(options, recipe, tmp_path, compiled="aot_eager", timeout=1800)
 
 
 GRADIENTS = {  # model → layouts
@@ -420,7 +419,6 @@ def test_an_architecture_that_cannot_be_divided_is_refused(
 
 # Some gradients of these models are rounding errors at first, which Adam scales up to the size of all others.
 UNSCALED = {"gemma3n_text": ["optim.name=sgd", "optim.lr=0.05"]}
-ROUNDED = ("nemotron_h",)  # its norms differ by up to 3.5e-6 with losses and logits that are the same
 DRAWS = ("phimoe",)  # its router draws random numbers in training
 
 
@@ -444,7 +442,8 @@ def test_every_architecture_that_is_accepted_gives_the_same(division: str, recip
         accepted[kind] = words, [division]
     print(f"{len(accepted)} of {len(KINDS)} architectures are accepted")
     assert len(accepted) > 50
-    names = [*accepted]
+    names, wrong = [*accepted], list[str]()
     for first in range(0, len(names), AT_ONCE):
         some, folder = {name: accepted[name] for name in names[first : first + AT_ONCE]}, tmp_path / f"{first}"
-        assert_options_agree(some, recipe, folder, limit=2e-6, apart=2e-5, timeout=3600)
+        wrong += options_that_differ(some, recipe, folder, limit=2e-6, apart=2e-5, timeout=3600)
+    assert not wrong
